@@ -1,0 +1,21 @@
+"""The sentinels, the protocol version and the capabilities of the contract (docs/spec.md)."""
+
+from typing import Final
+
+PAD_SLOT_ID: Final = -1
+"""Slot of a token that must not be written (R13, R15)."""
+
+NULL_BLOCK_ID: Final = 0
+"""Block that is never allocated: filler of unused table entries (R5)."""
+
+PROTOCOL_VERSION: Final = 1
+"""Version of the backend protocols in this package; a backend written for another one is refused."""
+
+CAPABILITIES: Final = {
+    "graph_capture": "gather and compute_slot_mappings can be captured in a CUDA graph and replayed (R21).",
+    "streams": "Work goes to a stream the caller names; the call returns before the device is done (R22).",
+    "int32_slots": "Slot mappings can be int32 (R16).",
+    "fused_step": "The block store has step(): commit, gather and slot mappings in one call.",
+    "exports": "The block store has export(): tables in the layouts that attention kernels read.",
+}
+"""Everything optional a backend may declare: name -> the sentence that says what it promises."""

@@ -1,0 +1,37 @@
+"""Errors: each is a `BlockTableError` and also the built-in that a Python author would catch."""
+
+
+class BlockTableError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(BlockTableError, ValueError):
+    """The configuration is impossible (R1, R3, R14, R16, R18)."""
+
+
+class ArgumentError(BlockTableError, ValueError):
+    """An argument's value, length or shape is not allowed (R4, R7, R10, R15)."""
+
+
+class DtypeError(BlockTableError, TypeError):
+    """An argument has the wrong type or dtype (R7, R10, R12)."""
+
+
+class RowIndexError(BlockTableError, IndexError):
+    """A row is outside `0 .. max_num_reqs - 1` (R7)."""
+
+
+class RowCapacityError(BlockTableError, ValueError):
+    """A row cannot hold the blocks asked for; nothing was changed (R6)."""
+
+
+class UnknownBackendError(BlockTableError, LookupError):
+    """No installed distribution offers a backend of that name, or two do."""
+
+
+class BackendUnavailableError(BlockTableError, ImportError):
+    """The backend is installed but cannot run here; the message says why and what to do."""
+
+
+class UnsupportedError(BlockTableError, NotImplementedError):
+    """The backend does not declare the capability that the call needs."""

@@ -1,0 +1,223 @@
+"""What a backend is: memory for one table and three kernels (docs/writing-a-backend.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from blocktable.config import Arena, BlockTableConfig
+
+Array = Any
+"""An array of the backend's device, or a foreign one that it takes without a copy."""
+
+IntArray = npt.NDArray[Any]
+"""A numpy array of integers; the dtype is said where it is used."""
+
+
+def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Return every entry of every range `starts[i] .. starts[i] + lengths[i] - 1`, range after range.
+
+    Args:
+        starts: [n] int64.
+        lengths: [n] integers, at least 0.
+
+    Returns:
+        [sum(lengths)] int64.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if ends.size else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The inputs of one step.
+
+    Arrays are on the device, or numpy arrays, which a device backend stages: the caller may reuse them at once.
+
+    Attributes:
+        idx_mapping: [num_reqs] int32. Batch index -> row; an entry outside the table is a dummy. None: identity.
+        query_start_loc: [num_reqs + 1] int32. First token of each request. None: for `gather` alone.
+        positions: [>= num_tokens] int64. Token -> its absolute index in its request. None: for `gather` alone.
+        num_reqs: requests in the batch.
+        num_reqs_padded: batch rows to produce; rows from `num_reqs` on are NULL.
+        num_computed_tokens: [num_reqs] int32. Batch index -> tokens computed before this step (R11).
+    """
+
+    idx_mapping: Array | None
+    query_start_loc: Array | None
+    positions: Array | None
+    num_reqs: int
+    num_reqs_padded: int
+    num_computed_tokens: Array | None = None
+
+
+class Writes:
+    """The changes of one commit, as ranges of the arena that are disjoint and in ascending order.
+
+    The arrays belong to the core, which may reuse them after `BlockStore.write` returns: copy what must outlive it.
+
+    Attributes:
+        offsets: [n] int64. First entry of each range in the arena.
+        lengths: [n] int32. Entries of each range, at least 1.
+        values: [sum(lengths)] int32. New contents, range after range.
+    """
+
+    def __init__(self, arena: Arena, offsets: IntArray, lengths: IntArray, values: IntArray) -> None:
+        self.arena = arena
+        self.offsets = offsets
+        self.lengths = lengths
+        self.values = values
+
+    def split_by_row(self) -> Writes:
+        """Return the same changes as ranges that each stay inside one row, for backends without an arena.
+
+        Entries between groups are left out: they never change.
+        """
+        arena = self.arena
+        starts = [arena.num_rows * np.arange(arena.num_groups)]
+        lengths = [np.full(arena.num_groups, arena.num_rows)]
+        for offset, width in zip(arena.group_offsets, arena.widths, strict=True):
+            starts.append(offset + width * np.arange(arena.num_rows))
+            lengths.append(np.full(arena.num_rows, width))
+        row_starts, row_ends = np.concatenate(starts), np.concatenate(starts) + np.concatenate(lengths)
+        ends = self.offsets + self.lengths
+        first = np.searchsorted(row_ends, self.offsets, side="right")
+        pieces = np.searchsorted(row_starts, ends, side="left") - first
+        source = np.repeat(np.arange(self.offsets.size), pieces)
+        row = ranges(first, pieces)
+        piece_starts = np.maximum(self.offsets[source], row_starts[row])
+        piece_lengths = np.minimum(ends[source], row_ends[row]) - piece_starts
+        value_starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        values = self.values[ranges(piece_starts - self.offsets[source] + value_starts[source], piece_lengths)]
+        return Writes(arena, piece_starts, piece_lengths.astype(np.int32), values)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a backend sends to the device when it sends the ranges as they are."""
+        return int(self.offsets.nbytes + self.lengths.nbytes + self.values.nbytes)
+
+    @cached_property
+    def groups(self) -> IntArray:
+        """[n] int32. Group of each range; -1: filled counts."""
+        starts = np.asarray(self.arena.group_offsets, np.int64)
+        return (np.searchsorted(starts, self.offsets, side="right") - 1).astype(np.int32)
+
+    @cached_property
+    def rows(self) -> IntArray:
+        """[n] int32. Row of each range's first entry; for filled counts the group that they belong to."""
+        return self._rows_and_columns[0]
+
+    @cached_property
+    def columns(self) -> IntArray:
+        """[n] int32. Column of each range's first entry; for filled counts the row that they belong to."""
+        return self._rows_and_columns[1]
+
+    @cached_property
+    def _rows_and_columns(self) -> tuple[IntArray, IntArray]:
+        starts = np.asarray((*self.arena.group_offsets, 0), np.int64)[self.groups]
+        widths = np.asarray((*self.arena.widths, self.arena.num_rows), np.int64)[self.groups]
+        rows, columns = np.divmod(self.offsets - starts, widths)
+        return rows.astype(np.int32), columns.astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class StepBuffers:
+    """One set of outputs. Addresses and strides never change; callers only read (R17).
+
+    A backend that keeps more beside them (how many columns each batch row holds) makes a subclass.
+
+    Attributes:
+        block_tables: one [max_num_reqs, width] int32 for each group.
+        slot_mappings: one [max_num_batched_tokens] of the configured slot dtype for each group.
+    """
+
+    block_tables: tuple[Array, ...]
+    slot_mappings: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step made: views of a set of buffers, valid until the next call that writes the same set (R17).
+
+    Attributes:
+        block_tables: one [num_reqs_padded, width] int32 for each group.
+        slot_mappings: one [num_tokens_padded] of the configured slot dtype for each group.
+    """
+
+    block_tables: tuple[Array, ...]
+    slot_mappings: tuple[Array, ...]
+
+
+class BlockStore(Protocol):
+    """The device memory of one table.
+
+    Optional, found by capability: `step(writes, batch, out, *, stream)` ("fused_step") and
+    `export(layout, batch, out, *, stream)` ("exports").
+    """
+
+    def write(self, writes: Writes, *, stream: int | None) -> None:
+        """Scatter the changes into the arena, in stream order (R9).
+
+        Zero ranges change nothing, and still prepare (compile) what a later call needs.
+        """
+
+    def table(self, group: int) -> Array:
+        """Return group's rows, `[max_num_reqs, width]` int32, or for -1 the filled counts, without a copy."""
+
+    def create_buffers(self) -> StepBuffers:
+        """Return a new set of outputs, filled with NULL and PAD."""
+
+    def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
+        """Fill a set with NULL and PAD again, trusting nothing it held (R24)."""
+
+    def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        """Write the batch view of every group into `out.block_tables` (R10, R11)."""
+
+
+class SlotMapper(Protocol):
+    """The slot-mapping kernel of one table."""
+
+    def compute_slot_mappings(self, batch: Batch, out: Sequence[Array], *, stream: int | None) -> None:
+        """Write the slot of every token for every group, PAD to the end of each array (R12-R16).
+
+        Args:
+            batch: `query_start_loc` and `positions` are given.
+            out: one array for each group, of the configured slot dtype, at least `len(positions)` long.
+            stream: handle of the stream to work on; None: the backend's current one.
+        """
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What an entry point of the group `blocktable.backends` names: a class called without arguments, or an instance."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def protocol_version(self) -> int: ...
+    @property
+    def capabilities(self) -> frozenset[str]: ...
+
+    def why_unavailable(self) -> str | None:
+        """Return None where the backend can run, else one sentence: why not, and how to get it."""
+
+    def create_block_store(self, config: BlockTableConfig, device: Any = None) -> BlockStore:
+        """Allocate one table, all NULL and empty, on `device` (None: the backend's default)."""
+
+    def create_slot_mapper(self, store: BlockStore) -> SlotMapper:
+        """Return the slot mapper over a store that this backend made."""
+
+    def from_host(self, array: np.ndarray[Any, Any], device: Any = None) -> Array:
+        """Return a device copy of `array`."""
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        """Wait for the device and return a host copy of `array`."""
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait until everything queued on `device` is done."""
