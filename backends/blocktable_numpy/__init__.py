@@ -1,0 +1,40 @@
+"""The reference backend: numpy on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from blocktable import PROTOCOL_VERSION, BlockTableConfig
+from blocktable_numpy.block_store import NumpyBlockStore
+from blocktable_numpy.slot_mapper import NumpySlotMapper
+
+__all__ = ["NumpyBackend", "NumpyBlockStore", "NumpySlotMapper"]
+
+
+class NumpyBackend:
+    """Vectorised and readable; its "device" is host memory of its own."""
+
+    name = "numpy"
+    protocol_version = PROTOCOL_VERSION
+    capabilities = frozenset({"int32_slots"})
+    description = "numpy (host)"
+
+    def why_unavailable(self) -> str | None:
+        return None
+
+    def create_block_store(self, config: BlockTableConfig, device: Any = None) -> NumpyBlockStore:
+        return NumpyBlockStore(config)
+
+    def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
+        return NumpySlotMapper(store)
+
+    def from_host(self, array: np.ndarray[Any, Any], device: Any = None) -> np.ndarray[Any, Any]:
+        return array.copy()
+
+    def to_host(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return array.copy()
+
+    def synchronize(self, device: Any = None) -> None:
+        """Everything is done when a call returns."""

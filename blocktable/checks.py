@@ -1,0 +1,188 @@
+"""Argument checks: what the contract allows, refused in a sentence that says what was expected (R7, R10, R15)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blocktable.errors import ArgumentError, DtypeError, RowIndexError
+from blocktable.protocols import IntArray
+
+_NO_IDS: IntArray = np.empty(0, np.int32)
+
+
+def int_scalar(name: str, value: Any) -> int:
+    """Return `value` as an int; booleans, floats and arrays are refused."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise DtypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}.")
+    return int(value)
+
+
+def non_negative(name: str, value: Any) -> int:
+    """Return `value` as an int of at least 0."""
+    number = int_scalar(name, value)
+    if number < 0:
+        raise ArgumentError(f"{name} must be at least 0, got {number}.")
+    return number
+
+
+def row_index(name: str, value: Any, num_rows: int) -> int:
+    """Return `value` as a row of a table of `num_rows` rows; negative ones do not count from the end."""
+    row = int_scalar(name, value)
+    if not 0 <= row < num_rows:
+        raise RowIndexError(f"{name} {row} is outside the table: rows go from 0 to {num_rows - 1} (max_num_reqs - 1).")
+    return row
+
+
+def int_array(name: str, values: Any) -> IntArray:
+    """Return a host sequence of ints as a one-dimensional integer array; without a copy where it is one.
+
+    Args:
+        values: [n] integers. A numpy array of any integer dtype, a list, a tuple or a range.
+    """
+    if isinstance(values, np.ndarray):
+        array = values
+    elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        array = _from_sequence(name, values)
+    else:
+        raise DtypeError(
+            f"{name} must be a list, tuple, range or numpy array of ints on the host, got {type(values).__name__}."
+        )
+    if array.ndim != 1:
+        raise ArgumentError(f"{name} must be one-dimensional, got shape {array.shape}.")
+    if array.dtype.kind not in "iu":
+        if array.size == 0:
+            return _NO_IDS
+        raise DtypeError(f"{name} must hold integers, got dtype {array.dtype}.")
+    return array
+
+
+def _from_sequence(name: str, values: Sequence[Any]) -> IntArray:
+    for kind in set(map(type, values)):
+        if kind is bool or not issubclass(kind, int | np.integer):
+            raise DtypeError(f"{name} must hold ints, got one of type {kind.__name__}.")
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise ArgumentError(f"{name} holds an int that does not fit 64 bits.") from None
+
+
+def ids_per_group(block_ids: Any, num_groups: int) -> list[IntArray]:
+    """Split `block_ids` into one integer array for each group; nothing (None, []) becomes an empty one (R7, R8)."""
+    if block_ids is None:
+        return [_NO_IDS] * num_groups
+    if isinstance(block_ids, np.ndarray):
+        if block_ids.size == 0 and block_ids.ndim == 1:
+            return [_NO_IDS] * num_groups
+        if num_groups == 1 and block_ids.ndim == 1:
+            return [int_array("block_ids", block_ids)]
+    elif not isinstance(block_ids, Sequence) or isinstance(block_ids, str | bytes):
+        raise DtypeError(f"block_ids must be {_expected(num_groups)}, got {type(block_ids).__name__}.")
+    if len(block_ids) == 0:
+        return [_NO_IDS] * num_groups
+    if num_groups == 1 and not _is_nested(block_ids[0]):
+        return [int_array("block_ids", block_ids)]
+    if len(block_ids) != num_groups:
+        raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got {len(block_ids)} of them.")
+    return [
+        _NO_IDS if ids is None else int_array(f"block_ids of group {group}", ids) for group, ids in enumerate(block_ids)
+    ]
+
+
+def _expected(num_groups: int) -> str:
+    sequences = f"one sequence of block ids for each of the {num_groups} groups"
+    return "a sequence of block ids" if num_groups == 1 else sequences
+
+
+def _is_nested(value: Any) -> bool:
+    return value is None or hasattr(value, "__len__")
+
+
+def per_group_counts(name: str, counts: Any, num_groups: int, num_rows: int) -> IntArray:
+    """Return counts `[num_rows]` shared by all groups, or one such array per group, as `[num_groups, num_rows]` int64.
+
+    The result may be a read-only view that repeats one array.
+    """
+    if isinstance(counts, np.ndarray) and counts.ndim == 2:
+        nested = counts.shape[0] == num_groups
+        arrays = list(counts)
+    elif isinstance(counts, Sequence) and len(counts) and _is_nested(counts[0]):
+        nested = len(counts) == num_groups
+        arrays = list(counts)
+    else:
+        nested, arrays = True, [counts]
+    expected = f"{name} must be [{num_rows}] ints, or one such array for each of the {num_groups} groups"
+    if not nested:
+        raise ArgumentError(f"{expected}; got {len(arrays)} arrays.")
+    checked = [int_array(name, array) for array in arrays]
+    for array in checked:
+        if array.size != num_rows:
+            raise ArgumentError(f"{expected}; got {array.size}, but rows has {num_rows}.")
+        if num_rows and array.min() < 0:
+            raise ArgumentError(f"{name} must be at least 0, got {array.min()}.")
+    first = checked[0].astype(np.int64, copy=False)
+    if len(checked) == 1:
+        return np.broadcast_to(first, (num_groups, num_rows))
+    return np.stack(checked).astype(np.int64, copy=False)
+
+
+class ArraySpec(NamedTuple):
+    """What the core must know of an array, wherever it lives."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    contiguous: bool
+
+
+def array_spec(name: str, array: Any) -> ArraySpec:
+    """Describe a host or device array without moving it: numpy, torch, CuPy, Numba, `__cuda_array_interface__`, DLPack.
+
+    Raises:
+        DtypeError: it is no array.
+    """
+    if isinstance(array, np.ndarray):
+        return ArraySpec(array.dtype.name, array.shape, array.flags.c_contiguous)
+    dtype, shape = getattr(array, "dtype", None), getattr(array, "shape", None)
+    if shape is not None and hasattr(array, "is_contiguous"):  # torch, and anything that speaks like it
+        return ArraySpec(str(dtype).removeprefix("torch."), tuple(shape), bool(array.is_contiguous()))
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is not None:
+        name_of_dtype = np.dtype(interface["typestr"]).name
+        strides, shape = interface.get("strides"), tuple(interface["shape"])
+        dense = strides is None or 0 in shape or tuple(strides) == _dense_strides(shape, np.dtype(name_of_dtype).itemsize)
+        return ArraySpec(name_of_dtype, shape, dense)
+    if dtype is not None and shape is not None and hasattr(array, "__dlpack__"):
+        return ArraySpec(str(dtype), tuple(shape), True)
+    raise DtypeError(
+        f"{name} must be a numpy array or a device array (torch, CuPy, Numba, __cuda_array_interface__ or DLPack), got "
+        f"{type(array).__name__}."
+    )
+
+
+def _dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = [itemsize]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))[-len(shape) :] if shape else ()
+
+
+def vector_length(name: str, array: Any, dtype: str) -> int:
+    """Return the length of a one-dimensional contiguous array of exactly `dtype`.
+
+    Raises:
+        DtypeError: another dtype; it is never converted.
+        ArgumentError: another number of dimensions, or strided.
+    """
+    # The common case first: this runs for every input of every step.
+    if type(array) is np.ndarray and array.ndim == 1 and array.dtype.name == dtype and array.flags.c_contiguous:
+        return array.shape[0]
+    spec = array_spec(name, array)
+    if spec.dtype != dtype:
+        raise DtypeError(f"{name} must be {dtype}, got {spec.dtype}; convert it once, outside the step.")
+    if len(spec.shape) != 1:
+        raise ArgumentError(f"{name} must be one-dimensional, got shape {spec.shape}.")
+    if not spec.contiguous:
+        raise ArgumentError(f"{name} must be contiguous, got a strided view; pass a contiguous copy.")
+    return spec.shape[0]

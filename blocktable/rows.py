@@ -1,0 +1,310 @@
+"""The host's rows: a mirror of the arena, and a journal of what changed since the last commit (R4-R9).
+
+Every operation is one pass of array calls over all groups at once. A *cell* is one row of one group; per-cell arrays
+are `[num_groups, n]` for the n rows of a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from blocktable.checks import ids_per_group, int_array, per_group_counts
+from blocktable.config import BlockTableConfig
+from blocktable.constants import NULL_BLOCK_ID
+from blocktable.errors import ArgumentError, RowCapacityError, RowIndexError
+from blocktable.protocols import IntArray, Writes, ranges
+
+
+class Journal:
+    """Dirty ranges of the arena. It keeps no values: they are taken from the mirror at commit, so the last one wins."""
+
+    COMPACT_AT = 1 << 16
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: it is on the device."""
+        self._offsets: list[IntArray] = []
+        self._lengths: list[IntArray] = []
+        self._size = 0
+        self._compact_at = self.COMPACT_AT
+
+    def mark(self, offsets: IntArray, lengths: IntArray) -> None:
+        """Add ranges; of length 0 too.
+
+        Args:
+            offsets: any shape, int64. First entry of each range.
+            lengths: the same shape, integers.
+        """
+        self._offsets.append(offsets.ravel())
+        self._lengths.append(lengths.ravel())
+        self._size += offsets.size
+        if self._size > self._compact_at:  # a caller that never commits must not fill the memory
+            self._compact_at = max(self.COMPACT_AT, 2 * self.merge()[0].size)
+
+    def merge(self) -> tuple[IntArray, IntArray]:
+        """Return what is dirty as disjoint ascending ranges, and keep it in that form.
+
+        Returns:
+            offsets: [n] int64.
+            lengths: [n] int64, at least 1.
+        """
+        if not self._offsets:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        offsets, lengths = np.concatenate(self._offsets), np.concatenate(self._lengths, dtype=np.int64)
+        if not lengths.all():
+            kept = lengths > 0
+            offsets, lengths = offsets[kept], lengths[kept]
+        offsets, lengths = _merge_ranges(offsets, lengths)
+        self._offsets, self._lengths, self._size = [offsets], [lengths], offsets.size
+        return offsets, lengths
+
+
+def _merge_ranges(offsets: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
+    ends = offsets + lengths
+    if (offsets[1:] > ends[:-1]).all():
+        return offsets, lengths
+    order = offsets.argsort(kind="stable")
+    offsets, ends = offsets[order], np.maximum.accumulate(ends[order])
+    first = np.flatnonzero(offsets[1:] > ends[:-1]) + 1
+    starts = offsets[np.concatenate(([0], first))]
+    return starts, ends[np.concatenate((first - 1, [ends.size - 1]))] - starts
+
+
+class HostRows:
+    """Rows of block ids for all groups. Operations are atomic: they change every group, or raise and change nothing.
+
+    Attributes:
+        mirror: [arena.size] int32. What the device holds after a commit.
+        filled: [num_groups, max_num_reqs] int32, a view of it. Columns in use of each row.
+        journal: what differs from the device.
+    """
+
+    def __init__(self, config: BlockTableConfig) -> None:
+        groups, arena = config.groups, config.arena
+        self.config = config
+        self.arena = arena
+        self.mirror: IntArray = np.zeros(arena.size, np.int32)
+        self.filled: IntArray = arena.view(self.mirror, -1)
+        self.journal = Journal()
+        self.columns_per_block = _column([group.blocks_per_kv_block for group in groups])
+        self._capacity = _column([config.capacity(group) for group in range(len(groups))])
+        self._max_columns = self._capacity * self.columns_per_block
+        self._expands = bool((self.columns_per_block > 1).any())
+        self._group_offsets = _column(arena.group_offsets)
+        self._widths = _column(arena.widths)
+        self._first_filled = _column([group * arena.num_rows for group in range(len(groups))])
+        self._lowest_ids = [0 if group.takes_null else 1 for group in groups]
+        self._id_limits = [group.block_id_limit for group in groups]
+        self._safe_ids = max(self._lowest_ids), min(self._id_limits) - 1
+        self._indices: IntArray = np.arange(arena.num_rows)
+        self._stamps: IntArray = np.zeros(arena.num_rows, np.int64)
+
+    # Checks. Everything below runs before the first entry changes.
+
+    def check_rows(self, name: str, rows: Any) -> IntArray:
+        """Return rows as [n] int64: inside the table and distinct."""
+        array = int_array(name, rows).astype(np.int64, copy=False)
+        if array.size == 0:
+            return array
+        if array.min() < 0 or array.max() >= self.arena.num_rows:
+            wrong = array[(array < 0) | (array >= self.arena.num_rows)][0]
+            raise RowIndexError(
+                f"{name}: row {wrong} is outside the table: rows go from 0 to {self.arena.num_rows - 1} "
+                "(max_num_reqs - 1)."
+            )
+        # Each row is stamped with the index of its last occurrence: distinct rows all read their own index back.
+        own = self._indices[: array.size] if array.size <= self._indices.size else np.arange(array.size)
+        self._stamps[array] = own
+        repeated = self._stamps[array] != own
+        if repeated.any():
+            raise ArgumentError(f"{name}: row {array[repeated][0]} is repeated; rows of one call must be distinct.")
+        return array
+
+    def check_ids(self, block_ids: Any, counts: Any, num_rows: int) -> tuple[IntArray, IntArray]:
+        """Return all groups' ids in one array, and how many go to each cell.
+
+        Args:
+            block_ids: one flat sequence for each group.
+            counts: as `per_group_counts` takes them; None: all ids of a group go to the one row.
+
+        Returns:
+            ids: [total] integers, group after group.
+            counts: [num_groups, num_rows] int64.
+        """
+        groups = ids_per_group(block_ids, self.arena.num_groups)
+        sizes = [ids.size for ids in groups]
+        if counts is None:
+            cells = np.array(sizes, np.int64)[:, None]
+        else:
+            cells = self._check_counts(counts, sizes, num_rows)
+        ids = _concatenate(groups)
+        if ids.size and (ids.min() < self._safe_ids[0] or ids.max() > self._safe_ids[1]):
+            for group, wrong in enumerate(groups):
+                self._refuse_ids(group, wrong)
+        return ids, cells
+
+    def _check_counts(self, counts: Any, sizes: list[int], num_rows: int) -> IntArray:
+        cells = per_group_counts("counts", counts, len(sizes), num_rows)
+        if 0 in sizes:  # nothing for a group is nothing, whatever the shared counts say (R8)
+            cells = cells * (np.array(sizes)[:, None] > 0)
+        shared = cells.strides[0] == 0 and len(sizes) > 1
+        totals = [int(cells[0].sum())] * len(sizes) if shared else cells.sum(1).tolist()
+        if totals != sizes:
+            group = next(group for group, size in enumerate(sizes) if size != totals[group])
+            raise ArgumentError(
+                f"block_ids of group {group} holds {sizes[group]} ids, but its counts add up to {totals[group]}."
+            )
+        return cells
+
+    def _refuse_ids(self, group: int, ids: IntArray) -> None:
+        lowest, limit = self._lowest_ids[group], self._id_limits[group]
+        wrong = np.flatnonzero((ids < lowest) | (ids >= limit))
+        if not wrong.size:
+            return
+        where, block_id = f"block_ids of group {group}, index {wrong[0]}", int(ids[wrong[0]])
+        if block_id == NULL_BLOCK_ID:
+            raise ArgumentError(
+                f"{where}: block 0 is the NULL block, which is never allocated; set allow_null=True on the group if "
+                "the engine's allocator gives it out."
+            )
+        num_blocks, expansion = self.config.groups[group].num_blocks, int(self.columns_per_block[group, 0])
+        reason = f"num_blocks {num_blocks}" if limit == num_blocks else f"2**31 // {expansion}"
+        raise ArgumentError(f"{where}: block id {block_id} is outside 0 .. {limit - 1} ({reason}).")
+
+    def _require_capacity(self, rows: IntArray, blocks: IntArray, filled: IntArray | None = None) -> IntArray:
+        """Return `blocks` [num_groups, n] in columns, or raise where they do not fit beside the filled columns."""
+        columns = blocks * self.columns_per_block if self._expands else blocks
+        over = (columns if filled is None else columns + filled) > self._max_columns
+        if over.any():
+            group, index = (int(place[0]) for place in np.nonzero(over))
+            capacity, expansion = int(self._capacity[group, 0]), int(self.columns_per_block[group, 0])
+            used = 0 if filled is None else int(filled[group, index]) // expansion
+            raise RowCapacityError(
+                f"row {rows[index]} of group {group} needs {blocks[group, index]} more blocks, but {capacity - used} "
+                f"are available (capacity {capacity}, used {used}); nothing was changed."
+                if used
+                else f"row {rows[index]} of group {group} needs {blocks[group, index]} blocks, but {capacity} are "
+                f"available (its capacity); nothing was changed."
+            )
+        return columns
+
+    # Operations. Rows are [n] int64 that check_rows returned.
+
+    def append(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
+        """Add blocks behind what the rows hold."""
+        ids, blocks = self.check_ids(block_ids, counts, rows.size)
+        cells = self._first_filled + rows
+        filled = self.mirror[cells]
+        columns = self._require_capacity(rows, blocks, filled)
+        starts = self._starts(rows) + filled
+        self._set_filled(cells, filled, filled + columns)
+        self.mirror[_entries(starts, columns)] = self._kernel_ids(ids, blocks)
+        self.journal.mark(starts, columns)
+
+    def set(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
+        """Replace what the rows hold."""
+        ids, blocks = self.check_ids(block_ids, counts, rows.size)
+        columns = self._require_capacity(rows, blocks)
+        self._replace(rows, columns, self._kernel_ids(ids, blocks))
+
+    def truncate(self, rows: IntArray, num_blocks: IntArray | int) -> None:
+        """Keep the first blocks of each cell; where there are fewer, change nothing.
+
+        Args:
+            num_blocks: [num_groups, n] integers, or 0 for all.
+        """
+        cells = self._first_filled + rows
+        filled = self.mirror[cells]
+        kept = np.minimum(filled, np.minimum(num_blocks, self._capacity) * self.columns_per_block)
+        self._set_filled(cells, filled, kept)
+        self._null(self._starts(rows) + kept, filled - kept)
+
+    def null(self, rows: IntArray, group: int, starts: IntArray, stops: IntArray) -> None:
+        """Make manager blocks `starts[i] .. stops[i] - 1` of each row NULL; later ones stay."""
+        expansion = int(self.columns_per_block[group, 0])
+        held = self.filled[group, rows] // expansion
+        wrong = np.flatnonzero((starts < 0) | (starts > stops) | (stops > held))
+        if wrong.size:
+            i = wrong[0]
+            raise ArgumentError(
+                f"row {rows[i]} of group {group}: blocks {starts[i]} to {stops[i]} cannot become NULL; "
+                f"0 <= start <= stop <= {held[i]} (the blocks it holds) must hold."
+            )
+        first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
+        self._null(first + starts * expansion, (stops - starts) * expansion)
+
+    def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
+        """Replace each row dst[i] by what src[i] held before the call; with `vacate`, other sources become empty."""
+        columns = self.mirror[self._first_filled + src].astype(np.int64)
+        values = self.mirror[_entries(self._starts(src), columns)]
+        if vacate:
+            emptied = src[~np.isin(src, dst)]
+            dst = np.concatenate((dst, emptied))
+            columns = np.pad(columns, ((0, 0), (0, emptied.size)))
+        self._replace(dst, columns, values)
+
+    def occupied_rows(self) -> IntArray:
+        """Return the rows that hold a block in any group."""
+        return np.flatnonzero(self.filled.any(0))
+
+    def invalidate(self) -> None:
+        """Mark everything dirty, as one range."""
+        self.journal.clear()
+        self.journal.mark(np.zeros(1, np.int64), np.array([self.arena.size]))
+
+    def writes(self) -> Writes:
+        """Return what differs from the device, without forgetting it."""
+        offsets, lengths = self.journal.merge()
+        return Writes(self.arena, offsets, lengths.astype(np.int32), self.mirror[_entries(offsets, lengths)])
+
+    # Steps of an operation.
+
+    def _starts(self, rows: IntArray) -> IntArray:
+        return self._group_offsets + rows * self._widths
+
+    def _kernel_ids(self, ids: IntArray, blocks: IntArray) -> IntArray:
+        """Expand manager ids, group after group, into kernel ids (R2)."""
+        if not self._expands:
+            return ids
+        expansion = np.repeat(self.columns_per_block.ravel(), blocks.sum(1))
+        return ranges(ids * expansion, expansion)
+
+    def _replace(self, rows: IntArray, columns: IntArray, values: IntArray) -> None:
+        cells = self._first_filled + rows
+        filled, starts = self.mirror[cells], self._starts(rows)
+        self._set_filled(cells, filled, columns)
+        self.mirror[_entries(starts, columns)] = values
+        self.journal.mark(starts, columns)
+        self._null(starts + columns, np.maximum(filled - columns, 0))
+
+    def _null(self, starts: IntArray, columns: IntArray) -> None:
+        self.mirror[_entries(starts, columns)] = NULL_BLOCK_ID
+        self.journal.mark(starts, columns)
+
+    def _set_filled(self, cells: IntArray, before: IntArray, after: IntArray) -> None:
+        self.mirror[cells] = after
+        self.journal.mark(cells, before != after)
+
+
+def _column(values: Any) -> IntArray:
+    return np.array(values, np.int64)[:, None]
+
+
+def _entries(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Flat `ranges`; the steady decode step, one entry for every cell, needs no work."""
+    starts, lengths = starts.ravel(), lengths.ravel()
+    if lengths.size and lengths.min() == 1 == lengths.max():
+        return starts
+    return ranges(starts, lengths)
+
+
+def _concatenate(groups: list[IntArray]) -> IntArray:
+    dtype = np.int32 if all(ids.dtype == np.int32 for ids in groups) else np.int64
+    if len(groups) == 1:
+        return groups[0].astype(dtype, copy=False)
+    # uint64 ids above 2**63 turn negative here, and are refused for it.
+    return np.concatenate(groups, dtype=dtype, casting="unsafe")
