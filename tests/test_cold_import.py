@@ -1,0 +1,76 @@
+"""`import blocktable` is cheap, loads no backend and no heavy library, and works without any of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIBRARIES = ("torch", "triton", "cupy", "numba")
+
+HIDE = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def run(source: str, *path: Path) -> str:
+    """Run `source` in a fresh process, the folders of `path` before all others, and return what it printed."""
+    prelude = "".join(f"import sys; sys.path.insert(0, {str(folder)!r})\n" for folder in path)
+    done = subprocess.run([sys.executable, "-I", "-c", prelude + source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_adds_under_120_ms_to_numpy() -> None:
+    source = """
+import numpy, time
+start = time.perf_counter()
+import blocktable
+print(time.perf_counter() - start)
+"""
+    seconds = min(float(run(source)) for _ in range(5))  # the least disturbed of five
+    assert seconds < 0.120, f"import blocktable took {seconds * 1000:.0f} ms"
+
+
+def test_import_and_listing_touch_no_library(tmp_path: Path) -> None:
+    for library in LIBRARIES:  # found first, whether the real one is installed or not
+        (tmp_path / f"{library}.py").write_text(f"raise SystemExit('{library} was imported')\n")
+    loaded = run("import blocktable, sys; blocktable.list_backends(); print(*sys.modules)", tmp_path).split()
+    assert "blocktable" in loaded
+    heavy = {*LIBRARIES, "pytest", "hypothesis", "rich", "matplotlib", "zstandard"}
+    assert not heavy & set(loaded)
+    assert not [name for name in loaded if name.startswith("blocktable_")], (
+        "a backend was loaded before it was asked for"
+    )
+
+
+@pytest.mark.parametrize("hidden", [*LIBRARIES, LIBRARIES], ids=str)
+def test_works_with_a_library_hidden(hidden: str | tuple[str, ...]) -> None:
+    """A named backend that misses its library says its name, why, and how to get it."""
+    names = (hidden,) if isinstance(hidden, str) else hidden
+    printed = run(
+        HIDE.format(hidden=names)
+        + """
+import numpy as np
+import blocktable as bt
+
+config = bt.BlockTableConfig(
+    groups=[bt.KVCacheGroup(block_size=16)], max_num_reqs=1, max_num_batched_tokens=2, max_model_len=16
+)
+table = bt.BlockTable(config, backend="numpy")
+table.set_row(0, [5])
+print(table.step(np.array([0], np.int32), np.array([0, 1], np.int32), np.array([3])).slot_mappings[0].tolist())
+for info in bt.list_backends():
+    try:
+        bt.get_backend(info.name)
+    except bt.BackendUnavailableError as error:
+        assert repr(info.name) in str(error), error
+        assert "pip install" in str(error), error
+"""
+    )
+    assert printed.splitlines()[0] == "[83, -1]"

@@ -1,0 +1,178 @@
+"""What the pages promise: rules are named, links lead somewhere, examples and commands run (run by `tox -e docs`)."""
+
+import ast
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import blocktable as bt
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")]
+SPEC = (ROOT / "docs/spec.md").read_text()
+RULES = {f"R{number}" for number in range(1, 25)}
+
+
+def blocks(page: str, language: str, mark: str | None = None) -> list[str]:
+    """Return the fenced blocks of a page; with `mark`, those behind `<!-- mark -->`."""
+    before = "" if mark is None else rf"<!-- {mark} -->\n"
+    return re.findall(rf"{before}```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def one_block(page: str, language: str, mark: str) -> str:
+    (found,) = blocks(page, language, mark)
+    return found.strip()
+
+
+def table_after(page: str, mark: str) -> dict[str, str]:
+    """Return the first two columns of the table behind a mark, without its head."""
+    table: str
+    (table,) = re.findall(rf"<!-- {mark} -->\n((?:\|.*\n)+)", (ROOT / page).read_text())
+    rows = [[cell.strip().strip("`") for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]
+    return {row[0]: row[1] for row in rows}
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# The contract.
+
+
+def test_the_contract_has_every_rule_in_order() -> None:
+    headings = re.findall(r"^### (R\d+)\. ", SPEC, re.MULTILINE)
+    assert headings == [f"R{number}" for number in range(1, 25)]
+
+
+@pytest.mark.parametrize("rule", sorted(RULES, key=lambda rule: int(rule[1:])))
+def test_a_rule_says_what_its_tests_check(rule: str) -> None:
+    (section,) = re.findall(rf"^### {rule}\. .*?(?=^##|\Z)", SPEC, re.MULTILINE | re.DOTALL)
+    assert "*Tests check*" in section
+
+
+def test_every_rule_has_a_test_that_cites_it() -> None:
+    suites = (*ROOT.glob("conformance/blocktable_conformance/*.py"), *ROOT.glob("tests/test_*.py"))
+    cited = {
+        rule
+        for path in suites
+        for line in re.findall(r"[Rr]ules[:=( ].*", path.read_text())
+        for rule in re.findall(r"R\d+", line)
+    }
+    assert cited >= RULES, f"no test cites {sorted(RULES - cited)}"
+
+
+def test_every_error_is_in_the_contract_with_its_builtin() -> None:
+    errors = {
+        name: value
+        for name, value in vars(bt).items()
+        if inspect.isclass(value) and issubclass(value, bt.BlockTableError) and value is not bt.BlockTableError
+    }
+    rows = dict(re.findall(r"^\| `(\w+Error)` \| `(\w+)` \|", SPEC, re.MULTILINE))
+    assert rows == {name: error.__bases__[1].__name__ for name, error in errors.items()}
+
+
+def test_every_method_of_a_table_is_in_the_contract() -> None:
+    public = [name for name in vars(bt.BlockTable) if not name.startswith("_")]
+    assert not [name for name in public if not re.search(rf"\b{name}\b", SPEC)]
+
+
+# Writing a backend.
+
+
+def test_capabilities_are_those_of_the_package() -> None:
+    assert table_after("docs/writing-a-backend.md", "capabilities") == bt.CAPABILITIES
+
+
+@pytest.mark.parametrize("protocol", [bt.Backend, bt.BlockStore, bt.SlotMapper], ids=lambda protocol: protocol.__name__)
+def test_protocols_are_those_of_the_package(protocol: type) -> None:
+    classes = [
+        node
+        for block in blocks("docs/writing-a-backend.md", "python")
+        for node in ast.parse(block).body
+        if isinstance(node, ast.ClassDef) and node.name == protocol.__name__
+    ]
+    (shown,) = classes
+    methods = {
+        node.name: [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+        for node in shown.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    members = {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
+    functions = {name: value for name, value in members.items() if inspect.isfunction(value)}
+    assert methods == {name: list(inspect.signature(value).parameters) for name, value in functions.items()}
+    attributes = {node.target.id for node in shown.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    assert attributes == {name for name, value in members.items() if isinstance(value, property)}
+
+
+# Links, examples, commands.
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_readme_example_prints_what_it_says() -> None:
+    source = one_block("README.md", "python", "example")
+    promised = re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert promised
+    assert done.stdout.splitlines() == promised
+
+
+def test_integrating_runs_in_order() -> None:
+    names: dict[str, Any] = {
+        "bt": bt,
+        "idx_mapping": np.array([0, -1], np.int32),
+        "query_start_loc": np.array([0, 1, 1], np.int32),
+        "positions": np.array([17]),
+    }
+    config, step = blocks("docs/integrating.md", "python")
+    exec(config, names)
+    names["table"].set_row(0, ([3, 4], [5]))
+    exec(step, names)
+    assert [slots[0] for slots in names["step"].slot_mappings] == [4 * 16 + 1, 5 * 64 + 17]
+
+
+@pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
+def test_examples_run(example: Path) -> None:
+    subprocess.run([sys.executable, example], check=True)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A copy of the checkout without what was built or installed there."""
+    built = shutil.ignore_patterns(".git", ".venv", ".tox", ".*_cache", "__pycache__", "dist", "build")
+    return Path(shutil.copytree(ROOT, tmp_path / "blocktable", ignore=built))
+
+
+def test_readme_replay_command_runs_from_a_clone(clone: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", one_block("README.md", "bash", "replay")], cwd=clone, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mismatches" in done.stdout
+
+
+def test_ci_runs_the_readme_test_command() -> None:
+    command = one_block("README.md", "bash", "test")
+    script = (ROOT / ".ci/run").read_text()
+    extract = re.search(r"^command=\$\((.*)\)$", script, re.MULTILINE)
+    assert extract is not None
+    done = subprocess.run(["bash", "-c", extract[1]], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == command
+    assert "\n" not in command, "one command, on one line"

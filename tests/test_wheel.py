@@ -1,0 +1,109 @@
+"""What is built: its contents, and that it works where the checkout is not (run by `tox -e wheel`)."""
+
+import email
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = [ROOT / package for package in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, and the wheel that was built from it."""
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "build", "--outdir", out, ROOT], check=True)
+    return out
+
+
+@pytest.fixture(scope="session")
+def wheel(dist: Path) -> Path:
+    (found,) = dist.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="session")
+def in_wheel(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="session")
+def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a command of a fresh environment that holds the wheel and numpy, in an empty folder."""
+    home = tmp_path_factory.mktemp("venv")
+    venv.create(home, with_pip=True)
+    scripts = home / ("Scripts" if sys.platform == "win32" else "bin")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+
+    def run(program: str, *arguments: str | Path) -> str:
+        done = subprocess.run(
+            [scripts / program, *arguments], cwd=elsewhere, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    run("python", "-m", "pip", "install", "--quiet", wheel)
+    return run
+
+
+def test_wheel_holds_the_packages_and_nothing_else(in_wheel: set[str]) -> None:
+    tops = {name.partition("/")[0] for name in in_wheel}
+    version = PROJECT["project"]["version"]
+    assert tops == {package.name for package in PACKAGES} | {f"blocktable-{version}.dist-info"}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_wheel_holds_every_file_of(package: Path, in_wheel: set[str]) -> None:
+    files = {
+        f"{package.name}/{path.relative_to(package).as_posix()}"
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert files == {name for name in in_wheel if name.startswith(f"{package.name}/")}
+    assert f"{package.name}/py.typed" in files
+
+
+def test_golden_vectors_travel_with_the_suite(in_wheel: set[str]) -> None:
+    assert [name for name in in_wheel if name.startswith("blocktable_conformance/vectors/") and name.endswith(".json")]
+
+
+def test_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra") or ()) == set(PROJECT["project"]["optional-dependencies"])
+    hard = [need for need in metadata.get_all("Requires-Dist") or () if "extra ==" not in need]
+    assert hard == ["numpy>=2.0"]
+
+
+def test_sdist_holds_what_the_tests_need(dist: Path) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "tox.ini", "LICENSE", "README.md", "docs/spec.md", "tests/test_wheel.py"} <= names
+
+
+def test_imports_come_from_the_wheel(run: Run) -> None:
+    assert str(ROOT) not in run("python", "-c", "import blocktable, blocktable_numpy; print(blocktable.__file__)")
+
+
+def test_replay_needs_numpy_alone(run: Run) -> None:
+    run("blocktable", "replay")
+
+
+def test_the_suite_runs_from_the_wheel(run: Run, wheel: Path) -> None:
+    run("python", "-m", "pip", "install", "--quiet", f"{wheel}[conformance]")
+    assert " passed" in run("blocktable", "conformance", "numpy")
