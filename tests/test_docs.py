@@ -17,7 +17,7 @@ import blocktable as bt
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")]
 SPEC = (ROOT / "docs/spec.md").read_text()
-RULES = {f"R{number}" for number in range(1, 25)}
+RULES = [f"R{number}" for number in range(1, 25)]
 
 
 def blocks(page: str, language: str, mark: str | None = None) -> list[str]:
@@ -48,11 +48,10 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_contract_has_every_rule_in_order() -> None:
-    headings = re.findall(r"^### (R\d+)\. ", SPEC, re.MULTILINE)
-    assert headings == [f"R{number}" for number in range(1, 25)]
+    assert re.findall(r"^### (R\d+)\. ", SPEC, re.MULTILINE) == RULES
 
 
-@pytest.mark.parametrize("rule", sorted(RULES, key=lambda rule: int(rule[1:])))
+@pytest.mark.parametrize("rule", RULES)
 def test_a_rule_says_what_its_tests_check(rule: str) -> None:
     (section,) = re.findall(rf"^### {rule}\. .*?(?=^##|\Z)", SPEC, re.MULTILINE | re.DOTALL)
     assert "*Tests check*" in section
@@ -66,7 +65,7 @@ def test_every_rule_has_a_test_that_cites_it() -> None:
         for line in re.findall(r"[Rr]ules[:=( ].*", path.read_text())
         for rule in re.findall(r"R\d+", line)
     }
-    assert cited >= RULES, f"no test cites {sorted(RULES - cited)}"
+    assert not [rule for rule in RULES if rule not in cited]
 
 
 def test_every_error_is_in_the_contract_with_its_builtin() -> None:
