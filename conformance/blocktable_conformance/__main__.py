@@ -1,0 +1,78 @@
+"""`python -m blocktable_conformance NAME...`: prove that backends keep the contract."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+USAGE = """\
+usage: blocktable conformance NAME... [--profile small|deep] [--step-path separate|fused] [--examples N]
+                              [--verdict FILE] [any option of pytest: -x, -k EXPRESSION, -n 4, ...]
+
+Prove that backends keep the contract of docs/spec.md. NAME is an installed backend (see `blocktable backends`) or
+package.module:Class for one that is not installed. The last lines are the verdict, one for each backend; the exit
+status is 0 only where each of them passed.
+"""
+
+PACKAGE = Path(__file__).parent
+
+
+def pytest_arguments(argv: Sequence[str]) -> list[str] | None:
+    """Return pytest's arguments for the suite's; None where no backend is named.
+
+    Names come before the first option of pytest's own; the suite's options may stand anywhere.
+    """
+    own = ("--backend", "--profile", "--step-path", "--examples", "--verdict")
+    rest, options, names = list(argv), [], []
+    while rest and (rest[0].split("=")[0] in own or not rest[0].startswith("-")):
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            names.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        value = value if equals or not rest else rest.pop(0)
+        options.append(f"{name}={value}")
+    names_backend = names or any(word.split("=")[0] == "--backend" for word in (*options, *rest))
+    if not names_backend:
+        return None
+    return [
+        "--pyargs",
+        "blocktable_conformance",
+        "-p",
+        "blocktable_conformance.plugin",
+        # Nothing of the folder it is run in may change the run, and the run leaves nothing behind there.
+        "-c",
+        str(PACKAGE / "suite.ini"),
+        f"--rootdir={PACKAGE}",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        *(f"--backend={name}" for name in names),
+        *options,
+        *rest,
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the suite and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = pytest_arguments(words)
+    if arguments is None or "-h" in words or "--help" in words:
+        print(USAGE, end="", file=sys.stderr if arguments is None else sys.stdout)
+        return 0 if "-h" in words or "--help" in words else 2
+    missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
+    if missing:
+        print(f"The suite needs {' and '.join(missing)}: pip install 'blocktable[conformance]'.", file=sys.stderr)
+        return 2
+    import pytest  # opened late: `blocktable conformance --help` works without it
+
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # so that package.module:Class is found in the folder it is run in
+    return int(pytest.main(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Checks whose failures explain themselves: the rule first, then where, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from blocktable_conformance.oracle import PAD, Geometry, Slot
+
+HostArray = npt.NDArray[Any]
+
+
+class ContractViolation(AssertionError):
+    """A rule of the contract does not hold.
+
+    Attributes:
+        rules: the rules, as "R12, R13".
+    """
+
+    def __init__(self, rules: str, message: str) -> None:
+        super().__init__(f"{rules}: {message}")
+        self.rules = rules
+
+
+def fail(rules: str, message: str) -> NoReturn:
+    """Fail naming the rules."""
+    raise ContractViolation(rules, message)
+
+
+def check(condition: bool, rules: str, message: str) -> None:
+    """Fail naming the rules unless `condition` holds."""
+    if not condition:
+        fail(rules, message)
+
+
+def check_array(got: HostArray, dtype: str, shape: tuple[int, ...], rules: str, what: str) -> None:
+    """Check dtype and shape of an output."""
+    check(got.dtype == dtype, rules, f"{what} must be {dtype}, got {got.dtype}.")
+    check(got.shape == shape, rules, f"{what} must have shape {shape}, got {got.shape}.")
+
+
+def check_table(
+    got: HostArray, expected: Sequence[Sequence[int]], filled: Sequence[int], *, rules: str, what: str, group: int
+) -> None:
+    """Check a whole table, [rows, width] int32.
+
+    Args:
+        got: the table.
+        expected: [rows][width].
+        filled: [rows]. Columns that each row holds: a wrong entry behind them is a matter of hygiene (R5).
+        rules: what a wrong entry among the filled columns breaks.
+        what: such as "batch table".
+        group: the group.
+    """
+    wide = np.array(expected, np.int32).reshape(len(expected), -1)
+    check_array(got, "int32", wide.shape, rules, what)
+    if np.array_equal(got, wide):
+        return
+    wrong = np.argwhere(got != wide)
+    row, column = (int(place) for place in wrong[0])
+    if column >= filled[row]:
+        rules += ", R5"
+    fail(
+        rules,
+        f"{what} of group {group} is wrong at row {row}, column {column} (the row holds {filled[row]} columns): "
+        f"expected {wide[row, column]}, got {got[row, column]}; {len(wrong)} entries differ.\n"
+        f"  expected row {row}: {wide[row].tolist()}\n"
+        f"  got      row {row}: {got[row].tolist()}",
+    )
+
+
+def check_slots(got: HostArray, expected: Sequence[Slot], *, dtype: str, group: int, shape: Geometry) -> None:
+    """Check a whole slot mapping, [length], against the oracle's slots, which say how each came about."""
+    values = np.array([slot.value for slot in expected], np.int64)
+    check_array(got, dtype, values.shape, "R15, R16", f"slot mapping of group {group}")
+    if np.array_equal(got, values):
+        return
+    wrong = np.flatnonzero(got != values)
+    slot = expected[int(wrong[0])]
+    fail(
+        slot.rule, _describe(slot, int(got[wrong[0]]), group, shape) + f"\n  tokens that differ: {wrong.tolist()[:20]}"
+    )
+
+
+def _describe(slot: Slot, got: int, group: int, shape: Geometry) -> str:
+    size = shape.kernel_block_size
+    lines = [
+        f"wrong slot for token {slot.token}: expected slot {_name(slot.value)}, got {_name(got)}.",
+        f"  group {group}, slot_mode {shape.slot_mode}, kernel_block_size {size}",
+        f"  blocks_per_kv_block {shape.blocks_per_kv_block}, context parallel {tuple(shape.share or ()) or 'no'}",
+        f"  request {slot.request}, row {slot.row}, position {slot.position}",
+        f"  column {slot.column}, kernel block id {slot.block_id}",
+    ]
+    if got != PAD:
+        lines.append(f"  the slot got lies in kernel block {got // size}, offset {got % size}")
+    return "\n".join(lines)
+
+
+def _name(slot: int) -> str:
+    return "PAD" if slot == PAD else str(slot)
+
+
+def check_values(got: HostArray, expected: Sequence[int], rules: str, what: str) -> None:
+    """Check one whole vector against numbers worked out by hand."""
+    wanted = np.array(expected, np.int64)
+    check(
+        got.shape == wanted.shape and np.array_equal(got, wanted),
+        rules,
+        f"{what} must be {wanted.tolist()}, got {got.tolist()}.",
+    )

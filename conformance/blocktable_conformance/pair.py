@@ -1,0 +1,392 @@
+"""A table of the backend under test and the oracle, led through the same history and compared at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from blocktable import BlockTableConfig, BlockTableError, StepBuffers
+from blocktable_conformance.asserts import check, check_array, check_slots, check_table, fail
+from blocktable_conformance.oracle import PAD, OracleTable, Refused, Slot, Table
+from blocktable_conformance.subject import HostArray, Subject, address
+
+RULES_OF_REFUSALS = {"RowCapacityError": "R6", "RowIndexError": "R7", "DtypeError": "R7", "ArgumentError": "R4, R7"}
+
+
+@dataclass
+class Outputs:
+    """One set of buffers, and what it must hold.
+
+    Attributes:
+        buffers: the set.
+        tables: for each group the leading rows that the contract fixes: all of a fresh set, then `num_reqs_padded`
+            (R10). None: nothing is fixed.
+        filled: [groups][rows]. Columns that each of those rows holds.
+        slots: for each group the whole slot mapping.
+        addresses: where each array lay when the set was made.
+    """
+
+    buffers: StepBuffers
+    tables: list[Table | None]
+    filled: list[list[int]]
+    slots: list[list[Slot]]
+    addresses: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.addresses = self.current_addresses()
+
+    def current_addresses(self) -> list[int]:
+        """Return where every array of the set lies."""
+        return [address(array) for array in (*self.buffers.block_tables, *self.buffers.slot_mappings)]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a call returned, on the host, already compared with the oracle.
+
+    Attributes:
+        block_tables: one [num_reqs_padded, width] for each group.
+        slot_mappings: one [num_tokens_padded] for each group.
+        buffer_tables: one [max_num_reqs, width] for each group: the whole buffer, with rows that R10 leaves open.
+        buffer_slots: one [max_num_batched_tokens] for each group: the whole buffer.
+    """
+
+    block_tables: list[HostArray]
+    slot_mappings: list[HostArray]
+    buffer_tables: list[HostArray]
+    buffer_slots: list[HostArray]
+
+
+def plain(value: Any) -> Any:
+    """Return arrays as lists, for the oracle."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+class Pair:
+    """One table and its oracle.
+
+    Every method does the same to both and compares all that may be compared at no cost in launches.
+
+    Attributes:
+        table: the table of the backend under test.
+        oracle: what it must be.
+        outputs: every set of buffers, the table's own first.
+    """
+
+    def __init__(self, subject: Subject, config: BlockTableConfig) -> None:
+        self.subject = subject
+        self.config = config
+        self.table = subject.table(config)
+        self.oracle = OracleTable(config)
+        self.outputs = [self._fresh(self.table.buffers)]
+
+    def _fresh(self, buffers: StepBuffers) -> Outputs:
+        groups = range(len(self.config.groups))
+        empty = self.oracle.gather([], self.config.max_num_reqs)
+        return Outputs(
+            buffers,
+            [empty[group] for group in groups],
+            [[0] * self.config.max_num_reqs for _ in groups],
+            [[Slot(PAD, "R15", token) for token in range(self.config.max_num_batched_tokens)] for _ in groups],
+        )
+
+    # Row operations.
+
+    def do(self, operation: str, *args: Any) -> None:
+        """Run a row operation on both: they accept it alike or refuse it alike, and the hosts are equal after it."""
+        refused = self._refused_by_oracle(operation, args)
+        raised = self._raised_by_table(operation, args)
+        call = f"{operation}{args!r}"
+        if refused is None:
+            if raised is not None:
+                fail("R4, R6", f"{call} must be accepted, but raised {type(raised).__name__}: {raised}")
+        else:
+            rules = ", ".join(sorted({RULES_OF_REFUSALS[error] for error in refused.errors}))
+            check(raised is not None, rules, f"{call} must raise {refused}, but was accepted.")
+            check(
+                type(raised).__name__ in refused.errors,
+                rules,
+                f"{call} must raise {refused}, but raised {type(raised).__name__}: {raised}",
+            )
+        self.check_host()
+
+    def refuse(self, error: str, operation: str, *args: Any) -> str:
+        """Run a row operation that must be refused with `error`, changing nothing; return the table's sentence."""
+        before = [table.copy() for table in self.host_tables()]
+        sent = self.table.num_bytes_sent
+        refused = self._refused_by_oracle(operation, args)
+        assert refused is not None, f"the oracle accepts {operation}{args!r}"
+        assert error in refused.errors, f"the oracle refuses {operation}{args!r} with {refused}, not {error}"
+        raised = self._raised_by_table(operation, args)
+        check(
+            type(raised).__name__ == error,
+            RULES_OF_REFUSALS[error],
+            f"{operation}{args!r} must raise {error}, got {type(raised).__name__}: {raised}",
+        )
+        for old, new in zip(before, self.host_tables(), strict=True):
+            check(np.array_equal(old, new), "R6", f"{operation}{args!r} raised, but changed the host.")
+        check(sent == self.table.num_bytes_sent, "R6", f"{operation}{args!r} raised, but sent something.")
+        self.check_host()
+        return str(raised)
+
+    def _refused_by_oracle(self, operation: str, args: tuple[Any, ...]) -> Refused | None:
+        try:
+            getattr(self.oracle, operation)(*(plain(arg) for arg in args))
+        except Refused as refused:
+            return refused
+        return None
+
+    def _raised_by_table(self, operation: str, args: tuple[Any, ...]) -> BlockTableError | None:
+        try:
+            getattr(self.table, operation)(*args)
+        except BlockTableError as error:
+            return error
+        return None
+
+    def host_tables(self) -> list[npt.NDArray[np.int32]]:
+        """Return the host table of each group."""
+        return [self.table.host_table(group) for group in range(len(self.config.groups))]
+
+    def check_host(self) -> None:
+        """Check the whole host state."""
+        filled = [[len(self.oracle.columns(g, x)) for x in range(self.config.max_num_reqs)] for g in self._groups()]
+        for group, table in enumerate(self.host_tables()):
+            expected = self.oracle.host_table(group)
+            check_table(table, expected, filled[group], rules="R4", what="the host table", group=group)
+        counts = self.table.num_blocks_per_row
+        check(
+            plain(counts) == self.oracle.num_blocks_per_row(),
+            "R4",
+            f"num_blocks_per_row must be {self.oracle.num_blocks_per_row()}, got {plain(counts)}.",
+        )
+
+    # Device.
+
+    def commit(self) -> None:
+        """Commit and check the whole device state (R9)."""
+        self.table.commit()
+        self.oracle.commit()
+        self.check_device()
+
+    def check_device(self) -> None:
+        """Check every table and every filled count on the device against the last commit."""
+        filled = self.oracle.device_filled()
+        for group in self._groups():
+            got = self.subject.to_host(self.table.device_table(group))
+            expected = self.oracle.device_table(group)
+            check_table(got, expected, filled[group], rules="R9", what="the device table", group=group)
+        counts = self.subject.to_host(self.table.store.table(-1))
+        check(plain(counts) == filled, "R9", f"the device's filled counts must be {filled}, got {plain(counts)}.")
+
+    def gather(
+        self,
+        idx_mapping: Sequence[int] | None,
+        num_reqs_padded: int | None = None,
+        *,
+        num_reqs: int | None = None,
+        num_computed_tokens: Sequence[int] | None = None,
+        outputs: int = 0,
+    ) -> list[HostArray]:
+        """Gather on both; check the whole buffers and the views."""
+        returned = self.table.gather(
+            self._int32(idx_mapping),
+            num_reqs_padded,
+            num_reqs=num_reqs,
+            num_computed_tokens=self._int32(num_computed_tokens),
+            out=self.outputs[outputs].buffers if outputs else None,
+        )
+        requests = self._num_reqs(idx_mapping, num_reqs)
+        padded = requests if num_reqs_padded is None else num_reqs_padded
+        self._expect_tables(idx_mapping, requests, padded, num_computed_tokens, outputs)
+        views = self._check_table_views(returned, idx_mapping, padded, num_computed_tokens, outputs)
+        self.check_outputs(outputs)
+        return views
+
+    def compute(
+        self,
+        idx_mapping: Sequence[int] | None,
+        query_start_loc: Sequence[int],
+        positions: Sequence[int],
+        *,
+        num_tokens_padded: int | None = None,
+        outputs: int = 0,
+    ) -> list[HostArray]:
+        """Compute slot mappings on both; check the whole buffers and the views."""
+        returned = self.table.compute_slot_mappings(
+            self._int32(idx_mapping),
+            self._int32(query_start_loc),
+            self._int64(positions),
+            num_tokens_padded=num_tokens_padded,
+            out=self.outputs[outputs].buffers if outputs else None,
+        )
+        self._expect_slots(idx_mapping, query_start_loc, positions, outputs)
+        views = self._check_slot_views(returned, num_tokens_padded, outputs)
+        self.check_outputs(outputs)
+        return views
+
+    def step(
+        self,
+        idx_mapping: Sequence[int] | None,
+        query_start_loc: Sequence[int],
+        positions: Sequence[int],
+        *,
+        num_reqs_padded: int | None = None,
+        num_tokens_padded: int | None = None,
+        num_computed_tokens: Sequence[int] | None = None,
+        outputs: int = 0,
+    ) -> Seen:
+        """Do a whole step on both; check the device, the whole buffers and the views."""
+        step = self.table.step(
+            self._int32(idx_mapping),
+            self._int32(query_start_loc),
+            self._int64(positions),
+            num_reqs_padded=num_reqs_padded,
+            num_tokens_padded=num_tokens_padded,
+            num_computed_tokens=self._int32(num_computed_tokens),
+            out=self.outputs[outputs].buffers if outputs else None,
+        )
+        self.oracle.commit()
+        self.check_device()
+        requests = len(query_start_loc) - 1
+        padded = requests if num_reqs_padded is None else num_reqs_padded
+        self._expect_tables(idx_mapping, requests, padded, num_computed_tokens, outputs)
+        self._expect_slots(idx_mapping, query_start_loc, positions, outputs)
+        tables = self._check_table_views(step.block_tables, idx_mapping, padded, num_computed_tokens, outputs)
+        slots = self._check_slot_views(step.slot_mappings, num_tokens_padded, outputs)
+        buffers = self.check_outputs(outputs)
+        return Seen(tables, slots, *buffers)
+
+    def create_buffers(self) -> int:
+        """Make one more set of outputs and return its index."""
+        self.outputs.append(self._fresh(self.table.create_buffers()))
+        self.check_outputs(-1)
+        return len(self.outputs) - 1
+
+    def invalidate(self) -> None:
+        """Invalidate; after the commit that follows, every set is as fresh (R24)."""
+        self.table.invalidate()
+        self.commit()
+        self.outputs = [self._renewed(outputs) for outputs in self.outputs]
+        for index in range(len(self.outputs)):
+            self.check_outputs(index)
+
+    def _renewed(self, outputs: Outputs) -> Outputs:
+        fresh = self._fresh(outputs.buffers)
+        check(fresh.addresses == outputs.addresses, "R24", "invalidate() moved a buffer: addresses must stay.")
+        return fresh
+
+    def check_outputs(self, index: int = 0) -> tuple[list[HostArray], list[HostArray]]:
+        """Check the whole of a set of buffers; return it on the host."""
+        outputs = self.outputs[index]
+        check(outputs.current_addresses() == outputs.addresses, "R17", "a buffer moved: addresses never change.")
+        tables = [self.subject.to_host(table) for table in outputs.buffers.block_tables]
+        slots = [self.subject.to_host(mapping) for mapping in outputs.buffers.slot_mappings]
+        for group in self._groups():
+            table = outputs.tables[group]
+            if table:
+                got, filled = tables[group][: len(table)], outputs.filled[group]
+                check_table(got, table, filled, rules="R10", what="the batch table", group=group)
+            self._check_slots(slots[group], outputs.slots[group], group)
+        return tables, slots
+
+    # Parts.
+
+    def _groups(self) -> range:
+        return range(len(self.config.groups))
+
+    def _int32(self, values: Sequence[int] | None) -> Any:
+        return None if values is None else self.subject.device_array(values, "int32")
+
+    def _int64(self, values: Sequence[int]) -> Any:
+        return self.subject.device_array(values, "int64")
+
+    @staticmethod
+    def _num_reqs(idx_mapping: Sequence[int] | None, num_reqs: int | None) -> int:
+        if idx_mapping is not None:
+            return len(idx_mapping)
+        assert num_reqs is not None
+        return num_reqs
+
+    def _is_own_rows(
+        self, group: int, idx_mapping: Sequence[int] | None, num_computed_tokens: Sequence[int] | None
+    ) -> bool:
+        """Say whether the batch table is the device table's own rows (R10): identity, and no window to cut out."""
+        windowed = self.oracle.shapes[group].sliding_window is not None and num_computed_tokens is not None
+        return idx_mapping is None and not windowed
+
+    def _expect_tables(
+        self,
+        idx_mapping: Sequence[int] | None,
+        num_reqs: int,
+        num_reqs_padded: int,
+        num_computed_tokens: Sequence[int] | None,
+        outputs: int,
+    ) -> None:
+        mapping = range(num_reqs) if idx_mapping is None else idx_mapping
+        tables = self.oracle.gather(mapping, num_reqs_padded, num_computed_tokens)
+        counts = self.oracle.device_filled()
+        for group in self._groups():
+            own = self._is_own_rows(group, idx_mapping, num_computed_tokens)
+            # The buffer is not what the caller gets then, and what it holds is nobody's concern.
+            self.outputs[outputs].tables[group] = None if own else tables[group]
+            held = [counts[group][row] if 0 <= row < self.config.max_num_reqs else 0 for row in mapping]
+            self.outputs[outputs].filled[group] = held + [0] * (num_reqs_padded - num_reqs)
+
+    def _expect_slots(
+        self, idx_mapping: Sequence[int] | None, query_start_loc: Sequence[int], positions: Sequence[int], outputs: int
+    ) -> None:
+        mapping = range(len(query_start_loc) - 1) if idx_mapping is None else idx_mapping
+        slots = self.oracle.slots(mapping, query_start_loc, positions, self.config.max_num_batched_tokens)
+        self.outputs[outputs].slots = list(slots)
+
+    def _check_table_views(
+        self,
+        returned: Sequence[Any],
+        idx_mapping: Sequence[int] | None,
+        num_reqs_padded: int,
+        num_computed_tokens: Sequence[int] | None,
+        outputs: int,
+    ) -> list[HostArray]:
+        check(len(returned) == len(self.config.groups), "R10", "gather must return one batch table for each group.")
+        views = []
+        for group, view in enumerate(returned):
+            own = self._is_own_rows(group, idx_mapping, num_computed_tokens)
+            source = self.table.device_table(group) if own else self.outputs[outputs].buffers.block_tables[group]
+            if num_reqs_padded:
+                check(address(view) == address(source), "R10, R17", f"the batch table of group {group} is a copy.")
+            views.append(self.subject.to_host(view))
+            if own:
+                whole = self.oracle.device_table(group)
+            else:
+                whole = self.outputs[outputs].tables[group] or []
+            expected, width = whole[:num_reqs_padded], self.oracle.shapes[group].width
+            check_array(views[-1], "int32", (num_reqs_padded, width), "R10", f"the batch table of group {group}")
+            filled = self.outputs[outputs].filled[group]
+            if num_reqs_padded:
+                check_table(views[-1], expected, filled, rules="R10", what="the batch table's view", group=group)
+        return views
+
+    def _check_slot_views(
+        self, returned: Sequence[Any], num_tokens_padded: int | None, outputs: int
+    ) -> list[HostArray]:
+        check(len(returned) == len(self.config.groups), "R12", "there must be one slot mapping for each group.")
+        views = []
+        for group, view in enumerate(returned):
+            expected = self.outputs[outputs].slots[group]
+            if num_tokens_padded != 0:
+                source = self.outputs[outputs].buffers.slot_mappings[group]
+                check(address(view) == address(source), "R17", f"the slot mapping of group {group} is a copy.")
+            views.append(self.subject.to_host(view))
+            self._check_slots(views[-1], expected[:num_tokens_padded], group)
+        return views
+
+    def _check_slots(self, got: HostArray, expected: Sequence[Slot], group: int) -> None:
+        check_slots(got, expected, dtype=self.config.slot_dtype, group=group, shape=self.oracle.shapes[group])

@@ -1,0 +1,166 @@
+"""The backend under test: tables over it, arrays to and from it, and a count of the kernels it was asked to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from blocktable import Backend, BlockStore, BlockTable, BlockTableConfig, SlotMapper, Writes
+
+HostArray = npt.NDArray[Any]
+
+LAUNCHING = frozenset({"write", "gather", "step", "export", "reset_buffers", "create_buffers"})
+"""Calls of a block store that start work on the device."""
+
+
+@dataclass
+class SentWrites:
+    """A copy of one `Writes`, taken while the core still owned its arrays."""
+
+    offsets: list[int]
+    lengths: list[int]
+    values: list[int]
+
+
+@dataclass
+class Watch:
+    """What passed between the core and the backend.
+
+    Attributes:
+        launches: calls that start work on the device, since the session began.
+        sent: the writes of each commit, while recording; else None.
+        fail_next_write: an error that the next write raises instead of being done.
+    """
+
+    launches: int = 0
+    sent: list[SentWrites] | None = None
+    fail_next_write: BaseException | None = None
+
+    def before(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note one call of the store."""
+        self.launches += 1
+        if name not in ("write", "step"):
+            return
+        if self.fail_next_write is not None:
+            error, self.fail_next_write = self.fail_next_write, None
+            raise error
+        if self.sent is not None:
+            writes: Writes = args[0]
+            self.sent.append(SentWrites(writes.offsets.tolist(), writes.lengths.tolist(), writes.values.tolist()))
+
+
+class WatchedStore:
+    """A block store that tells `watch` of each call; everything else is the backend's own."""
+
+    def __init__(self, store: BlockStore, watch: Watch) -> None:
+        self._watched = store
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._watched, name)
+        return self._noted(name, value) if name in LAUNCHING else value
+
+    def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._watch.before(name, args)
+            return call(*args, **kwargs)
+
+        return noted
+
+
+class WatchedMapper:
+    """A slot mapper that tells `watch` of each call."""
+
+    def __init__(self, mapper: SlotMapper, watch: Watch) -> None:
+        self._watched = mapper
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._watched, name)
+
+    def compute_slot_mappings(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the launch and hand it on."""
+        self._watch.before("compute_slot_mappings", args)
+        return self._watched.compute_slot_mappings(*args, **kwargs)
+
+
+class WatchedBackend:
+    """A backend whose stores and mappers are watched."""
+
+    def __init__(self, backend: Backend, watch: Watch) -> None:
+        self._watched = backend
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._watched, name)
+
+    def create_block_store(self, config: BlockTableConfig, device: Any = None) -> Any:
+        """Return the backend's store, watched."""
+        return WatchedStore(self._watched.create_block_store(config, device), self._watch)
+
+    def create_slot_mapper(self, store: Any) -> Any:
+        """Return the backend's mapper, watched; the backend gets the store that it made itself."""
+        return WatchedMapper(self._watched.create_slot_mapper(store._watched), self._watch)
+
+
+@dataclass
+class Subject:
+    """One backend on one step path: what each test is run for.
+
+    Attributes:
+        label: what the backend was asked for by.
+        backend: the backend, as it is.
+        step_path: "separate" or "fused".
+        watch: what passed between the core and the backend.
+    """
+
+    label: str
+    backend: Backend
+    step_path: str = "separate"
+    watch: Watch = field(default_factory=Watch)
+
+    def declares(self, capability: str) -> bool:
+        """Say whether the backend declares a capability."""
+        return capability in self.backend.capabilities
+
+    def table(self, config: BlockTableConfig) -> BlockTable:
+        """Return a new table over the watched backend."""
+        watched: Any = WatchedBackend(self.backend, self.watch)
+        path: Any = self.step_path
+        return BlockTable(config, watched, step_path=path)
+
+    def device_array(self, values: Sequence[int] | HostArray, dtype: str) -> Any:
+        """Return `values` as an array of the backend's device, of exactly `dtype`."""
+        return self.backend.from_host(np.array(values, dtype))
+
+    def to_host(self, array: Any) -> HostArray:
+        """Wait, and return a copy on the host."""
+        return self.backend.to_host(array)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[SentWrites]]:
+        """Collect what each commit sends."""
+        sent: list[SentWrites] = []
+        self.watch.sent = sent
+        try:
+            yield sent
+        finally:
+            self.watch.sent = None
+
+
+def address(array: Any) -> int:
+    """Return where an array's first entry lies, on the host or on a device."""
+    if hasattr(array, "data_ptr"):
+        return int(array.data_ptr())
+    for protocol in ("__cuda_array_interface__", "__array_interface__"):
+        interface = getattr(array, protocol, None)
+        if interface is not None:
+            return int(interface["data"][0])
+    raise TypeError(
+        f"{type(array).__name__} says its address by none of data_ptr(), __cuda_array_interface__, __array_interface__."
+    )
