@@ -3,7 +3,7 @@
 `BlockTable` is what an engine uses, `get_backend` finds the kernels behind it, and docs/spec.md holds the rules.
 """
 
-from blocktable.config import Arena, BlockTableConfig, KVCacheGroup, row_capacity, row_width
+from blocktable.config import GROUP_FIELDS, Arena, BlockTableConfig, KVCacheGroup, row_capacity, row_width
 from blocktable.constants import CAPABILITIES, NULL_BLOCK_ID, PAD_SLOT_ID, PROTOCOL_VERSION
 from blocktable.context_parallel import ContextParallel
 from blocktable.errors import (
@@ -19,13 +19,15 @@ from blocktable.errors import (
 )
 from blocktable.protocols import Array, Backend, Batch, BlockStore, SlotMapper, Step, StepBuffers, Writes, ranges
 from blocktable.registry import BackendInfo, get_backend, list_backends
-from blocktable.streams import stream_handle
+from blocktable.staging import StagingRing, pack_writes, staged_entries, staging_mode, steady_entries
+from blocktable.streams import address_of, stream_handle
 from blocktable.table import BlockTable, SlotLocation
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CAPABILITIES",
+    "GROUP_FIELDS",
     "NULL_BLOCK_ID",
     "PAD_SLOT_ID",
     "PROTOCOL_VERSION",
@@ -48,15 +50,21 @@ __all__ = [
     "RowIndexError",
     "SlotLocation",
     "SlotMapper",
+    "StagingRing",
     "Step",
     "StepBuffers",
     "UnknownBackendError",
     "UnsupportedError",
     "Writes",
+    "address_of",
     "get_backend",
     "list_backends",
+    "pack_writes",
     "ranges",
     "row_capacity",
     "row_width",
+    "staged_entries",
+    "staging_mode",
+    "steady_entries",
     "stream_handle",
 ]

@@ -84,16 +84,19 @@ def ids_per_group(block_ids: Any, num_groups: int) -> list[IntArray]:
         return [_NO_IDS] * num_groups
     if num_groups == 1 and not _is_nested(block_ids[0]):
         return [int_array("block_ids", block_ids)]
+    if num_groups > 1 and not any(map(_is_nested, block_ids)):
+        raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got one flat sequence.")
     if len(block_ids) != num_groups:
-        raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got {len(block_ids)} of them.")
+        raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got {len(block_ids)} sequences.")
     return [
         _NO_IDS if ids is None else int_array(f"block_ids of group {group}", ids) for group, ids in enumerate(block_ids)
     ]
 
 
 def _expected(num_groups: int) -> str:
-    sequences = f"one sequence of block ids for each of the {num_groups} groups"
-    return "a sequence of block ids" if num_groups == 1 else sequences
+    if num_groups == 1:
+        return "one flat sequence of block ids (in bulk calls counts says how many go to each row)"
+    return f"one sequence of block ids for each of the {num_groups} groups"
 
 
 def _is_nested(value: Any) -> bool:
@@ -151,7 +154,9 @@ def array_spec(name: str, array: Any) -> ArraySpec:
     if interface is not None:
         name_of_dtype = np.dtype(interface["typestr"]).name
         strides, shape = interface.get("strides"), tuple(interface["shape"])
-        dense = strides is None or 0 in shape or tuple(strides) == _dense_strides(shape, np.dtype(name_of_dtype).itemsize)
+        dense = (
+            strides is None or 0 in shape or tuple(strides) == _dense_strides(shape, np.dtype(name_of_dtype).itemsize)
+        )
         return ArraySpec(name_of_dtype, shape, dense)
     if dtype is not None and shape is not None and hasattr(array, "__dlpack__"):
         return ArraySpec(str(dtype), tuple(shape), True)
@@ -177,7 +182,7 @@ def vector_length(name: str, array: Any, dtype: str) -> int:
     """
     # The common case first: this runs for every input of every step.
     if type(array) is np.ndarray and array.ndim == 1 and array.dtype.name == dtype and array.flags.c_contiguous:
-        return array.shape[0]
+        return array.size
     spec = array_spec(name, array)
     if spec.dtype != dtype:
         raise DtypeError(f"{name} must be {dtype}, got {spec.dtype}; convert it once, outside the step.")

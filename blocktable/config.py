@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from blocktable.context_parallel import ContextParallel
 from blocktable.errors import ConfigError
 
@@ -28,11 +30,14 @@ OVERREAD_TOKENS = 128
 INT32_LIMIT = 2**31
 
 
-def _require_int(owner: str, name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _normalise_int(instance: object, name: str, minimum: int) -> None:
+    """Make a field a plain int (numpy integers are taken too), or raise."""
+    owner, value = type(instance).__name__, getattr(instance, name)
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ConfigError(f"{owner}: {name} must be an int, got {value!r} of type {type(value).__name__}.")
     if value < minimum:
         raise ConfigError(f"{owner}: {name} must be at least {minimum}, got {value}.")
+    object.__setattr__(instance, name, int(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +75,11 @@ class KVCacheGroup:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        _require_int(owner, "block_size", self.block_size, 1)
+        _normalise_int(self, "block_size", 1)
         for name in ("kernel_block_size", "num_blocks", "sliding_window", "blocks_per_row"):
             if getattr(self, name) is not None:
-                _require_int(owner, name, getattr(self, name), 1)
-        _require_int(owner, "extra_blocks", self.extra_blocks, 0)
+                _normalise_int(self, name, 1)
+        _normalise_int(self, "extra_blocks", 0)
         for name, nullable in (("sharded", True), ("allow_null", True), ("null_is_pad", False)):
             value = getattr(self, name)
             if not (isinstance(value, bool) or (nullable and value is None)):
@@ -207,6 +212,21 @@ class Arena:
         return buffer[start : start + self.num_rows * width].reshape(self.num_rows, width)
 
 
+GROUP_FIELDS = (
+    "table_start",
+    "width",
+    "tokens_per_column",
+    "blocks_per_kv_block",
+    "slot_mode",
+    "null_is_pad",
+    "sliding_window",
+    "world_size",
+    "rank",
+    "interleave_size",
+)
+"""What a kernel must know of a group, in the order of `BlockTableConfig.group_fields`."""
+
+
 def overread_columns(width: int, kernel_block_size: int) -> int:
     """Return how many NULL columns must follow the last row, so that a kernel's whole tiles stay inside the buffer."""
     return 0 if width * kernel_block_size % OVERREAD_TOKENS == 0 else -(-OVERREAD_TOKENS // kernel_block_size)
@@ -245,12 +265,17 @@ class BlockTableConfig:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        object.__setattr__(self, "groups", tuple(self.groups))
-        if not self.groups or not all(isinstance(group, KVCacheGroup) for group in self.groups):
+        groups: Any = self.groups
+        if (
+            not isinstance(groups, Sequence)
+            or not groups
+            or not all(isinstance(group, KVCacheGroup) for group in groups)
+        ):
             raise ConfigError(f"{owner}: groups must be a non-empty sequence of KVCacheGroup, got {self.groups!r}.")
+        object.__setattr__(self, "groups", tuple(self.groups))
         for name in ("max_num_reqs", "max_num_batched_tokens", "max_model_len", "width_alignment", "steps_in_flight"):
-            _require_int(owner, name, getattr(self, name), 1)
-        _require_int(owner, "lookahead_tokens", self.lookahead_tokens, 0)
+            _normalise_int(self, name, 1)
+        _normalise_int(self, "lookahead_tokens", 0)
         if not isinstance(self.context_parallel, ContextParallel):
             raise ConfigError(f"{owner}: context_parallel must be a ContextParallel, got {self.context_parallel!r}.")
         if self.slot_dtype not in get_args(SlotDtype):
@@ -282,6 +307,11 @@ class BlockTableConfig:
                 f"{group.num_blocks} * block_size {group.block_size} is above 2**31; use int64."
             )
 
+    def _group(self, index: int) -> KVCacheGroup:
+        if not 0 <= index < len(self.groups):
+            raise ConfigError(f"group {index} does not exist: groups go from 0 to {len(self.groups) - 1}.")
+        return self.groups[index]
+
     def _geometry(self) -> dict[str, int]:
         return {
             "max_model_len": self.max_model_len,
@@ -291,11 +321,11 @@ class BlockTableConfig:
 
     def capacity(self, group: int) -> int:
         """Return how many manager blocks a row of `group` may hold (R3)."""
-        return row_capacity(self.groups[group], **self._geometry())
+        return row_capacity(self._group(group), **self._geometry())
 
     def width(self, group: int) -> int:
         """Return how many columns a row of `group` has (R3)."""
-        return row_width(self.groups[group], width_alignment=self.width_alignment, **self._geometry())
+        return row_width(self._group(group), width_alignment=self.width_alignment, **self._geometry())
 
     @cached_property
     def arena(self) -> Arena:
@@ -306,6 +336,32 @@ class BlockTableConfig:
             offsets.append(-(-end // ARENA_ALIGNMENT) * ARENA_ALIGNMENT)
             end = offsets[-1] + self.max_num_reqs * width + overread_columns(width, group.tokens_per_column)
         return Arena(end, len(self.groups), self.max_num_reqs, tuple(offsets), widths)
+
+    def group_fields(self) -> np.ndarray[Any, Any]:
+        """Return `[num_groups, len(GROUP_FIELDS)]` int64: the geometry as kernels read it, one row a group.
+
+        slot_mode counts "linear", "ring", "none" from 0; sliding_window is 0 where there is none; a replicated group
+        has a world of one.
+        """
+        shard, alone = self.context_parallel, ContextParallel()
+        fields = []
+        for index, group in enumerate(self.groups):
+            share = shard if group.is_sharded else alone
+            fields.append(
+                (
+                    self.arena.group_offsets[index],
+                    self.arena.widths[index],
+                    group.tokens_per_column,
+                    group.blocks_per_kv_block,
+                    get_args(SlotMode).index(group.slot_mode),
+                    group.null_is_pad,
+                    group.sliding_window or 0,
+                    share.world_size,
+                    share.rank,
+                    share.interleave_size,
+                )
+            )
+        return np.array(fields, np.int64)
 
     def fingerprint(self) -> str:
         """Return a hex digest of the geometry that two engines must share to exchange blocks.

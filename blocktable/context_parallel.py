@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from blocktable.errors import ConfigError
+import numpy as np
+
+from blocktable.errors import ConfigError, DtypeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +32,9 @@ class ContextParallel:
     def __post_init__(self) -> None:
         for name, minimum in (("world_size", 1), ("rank", 0), ("interleave_size", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
                 raise ConfigError(f"ContextParallel: {name} must be an int of at least {minimum}, got {value!r}.")
+            object.__setattr__(self, name, int(value))
         if self.rank >= self.world_size:
             raise ConfigError(
                 f"ContextParallel: rank {self.rank} is outside a world of {self.world_size}; ranks go from 0 to "
@@ -49,6 +52,8 @@ class ContextParallel:
 
         Rules: R19.
         """
+        if isinstance(seq_lens, bool) or not (isinstance(seq_lens, int) or hasattr(seq_lens, "clip")):
+            raise DtypeError(f"seq_lens must be an int or an integer array, got {type(seq_lens).__name__}.")
         turn, first = self.world_size * self.interleave_size, self.rank * self.interleave_size
         rest, last = seq_lens % turn, first + self.interleave_size
         # Clipped before the subtraction: unsigned lengths must not wrap.

@@ -195,7 +195,7 @@ class SlotMapper(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """What an entry point of the group `blocktable.backends` names: a class called without arguments, or an instance."""
+    """What an entry point of the group `blocktable.backends` names: a class called without arguments or an instance."""
 
     @property
     def name(self) -> str: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import threading
@@ -85,10 +86,15 @@ def get_backend(name: str) -> Backend:
 
 
 def check_backend(backend: Any) -> Backend:
-    """Return `backend` if it is one of this protocol version and can run here, else raise saying why not."""
+    """Return `backend`, or what calling it makes, if it is of this protocol version and can run here; else raise."""
+    if isinstance(backend, type):
+        backend = backend()
     missing = [attribute for attribute in _REQUIRED if not hasattr(backend, attribute)]
     if missing:
-        raise BlockTableError(f"{backend!r} is no backend: it has no {', '.join(missing)}.")
+        raise BlockTableError(
+            f"{backend!r} is no backend: it has no {', '.join(missing)}. Pass a name that `blocktable backends` lists, or "
+            "a backend object as docs/writing-a-backend.md describes it."
+        )
     if backend.protocol_version != PROTOCOL_VERSION:
         raise BlockTableError(
             f"Backend {backend.name!r} was written for protocol version {backend.protocol_version}, this blocktable "
@@ -108,36 +114,50 @@ def check_backend(backend: Any) -> Backend:
 
 
 def _load(name: str) -> Backend:
-    value, origin = _find(name)
+    value, distribution = _find(name)
     module_name, _, attribute = value.partition(":")
+    if not (module_name and attribute):
+        raise UnknownBackendError(f'A backend that is not installed is named "package.module:Class", got {name!r}.')
     try:
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
         backend = target() if isinstance(target, type) else target
-    except (ImportError, AttributeError) as error:
+    except AttributeError as error:
+        raise UnknownBackendError(f"Backend {name!r} cannot be loaded: {error}.") from error
+    except Exception as error:  # a library whose own import fails may raise anything
         raise BackendUnavailableError(
-            f"Backend {name!r} ({value}, from {origin}) cannot be loaded: {error}. Install what it needs, or see "
-            "`blocktable backends` for the others."
+            f"Backend {name!r} ({value}) cannot be loaded: {type(error).__name__}: {error}. "
+            f"{_remedy(name, distribution)}"
         ) from error
     return check_backend(backend)
 
 
-def _find(name: str) -> tuple[str, str]:
-    """Return "module:object" and who offers it."""
+def _remedy(name: str, distribution: str | None) -> str:
+    if distribution is not None:
+        extras = importlib.metadata.metadata(distribution).get_all("Provides-Extra") or []
+        if name in extras:
+            return f"Install what it needs: pip install '{distribution}[{name}]'."
+    return "Install what it needs, or choose one that `blocktable backends` shows as available."
+
+
+def _find(name: str) -> tuple[str, str | None]:
+    """Return "module:object" and the distribution that offers it, if one does."""
     if ":" in name:
-        return name, "the command line or the caller"
+        return name, None
     installed = list_backends()
     offers = [info for info in installed if info.name == name]
     if not offers:
-        known = ", ".join(sorted({info.name for info in installed})) or "none"
+        known = sorted({info.name for info in installed})
+        close = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise UnknownBackendError(
-            f"No installed distribution offers a backend named {name!r}; installed: {known}. Name one of these, or "
-            '"package.module:Class".'
+            f"No installed distribution offers a backend named {name!r}{hint}; installed: {', '.join(known) or 'none'}. "
+            'Name one of these, or "package.module:Class".'
         )
     if len(offers) > 1:
         raise UnknownBackendError(
-            f"Backend {name!r} is offered by {' and by '.join(info.distribution for info in offers)}; uninstall one, or "
-            f"name the object itself, such as {offers[0].value!r}."
+            f"Backend {name!r} is offered by {' and by '.join(info.distribution for info in offers)}; uninstall one, "
+            f"or name the object itself, such as {offers[0].value!r}."
         )
-    return offers[0].value, f"{offers[0].distribution} {offers[0].version}"
+    return offers[0].value, offers[0].distribution

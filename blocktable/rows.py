@@ -13,7 +13,7 @@ import numpy as np
 from blocktable.checks import ids_per_group, int_array, per_group_counts
 from blocktable.config import BlockTableConfig
 from blocktable.constants import NULL_BLOCK_ID
-from blocktable.errors import ArgumentError, RowCapacityError, RowIndexError
+from blocktable.errors import ArgumentError, ConfigError, RowCapacityError, RowIndexError
 from blocktable.protocols import IntArray, Writes, ranges
 
 
@@ -87,10 +87,16 @@ class HostRows:
         groups, arena = config.groups, config.arena
         self.config = config
         self.arena = arena
-        self.mirror: IntArray = np.zeros(arena.size, np.int32)
+        try:
+            self.mirror: IntArray = np.zeros(arena.size, np.int32)
+        except (MemoryError, ValueError) as error:
+            raise ConfigError(
+                f"The table does not fit the host's memory: {4 * arena.size} bytes for {arena.num_rows} rows of "
+                f"{arena.widths} columns; lower max_num_reqs or max_model_len."
+            ) from error
         self.filled: IntArray = arena.view(self.mirror, -1)
-        self.journal = Journal()
-        self.columns_per_block = _column([group.blocks_per_kv_block for group in groups])
+        self.journal: Journal = Journal()
+        self.columns_per_block: IntArray = _column([group.blocks_per_kv_block for group in groups])
         self._capacity = _column([config.capacity(group) for group in range(len(groups))])
         self._max_columns = self._capacity * self.columns_per_block
         self._expands = bool((self.columns_per_block > 1).any())
@@ -250,6 +256,15 @@ class HostRows:
     def occupied_rows(self) -> IntArray:
         """Return the rows that hold a block in any group."""
         return np.flatnonzero(self.filled.any(0))
+
+    def pending_counts(self, start: int, stop: int) -> IntArray:
+        """Return those of rows start .. stop - 1 whose filled count the device does not have yet, in any group."""
+        offsets, lengths = self.journal.merge()
+        pending = np.zeros(self.arena.num_groups * self.arena.num_rows, np.bool_)
+        entries = ranges(offsets, lengths)
+        pending[entries[entries < pending.size]] = True
+        rows: IntArray = np.flatnonzero(self.arena.view(pending, -1)[:, start:stop].any(0))
+        return start + rows
 
     def invalidate(self) -> None:
         """Mark everything dirty, as one range."""

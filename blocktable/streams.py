@@ -1,4 +1,4 @@
-"""Streams: whatever names one, as a handle (R22)."""
+"""Streams and foreign arrays: whatever names one, as a handle or an address (R22)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,28 @@ def stream_handle(stream: Any) -> int:
         f"stream must be an int handle, an object with __cuda_stream__, or a torch, CuPy or Numba stream, got "
         f"{type(stream).__name__}."
     )
+
+
+def address_of(array: Any) -> int:
+    """Return the address of a device array's first entry, without a copy and without a wait.
+
+    Args:
+        array: torch, CuPy, Numba, or anything with `__cuda_array_interface__`.
+
+    Raises:
+        DtypeError: it says no address.
+
+    Rules: R22.
+    """
+    if hasattr(array, "data_ptr"):  # torch
+        return int(array.data_ptr())
+    data: Any = getattr(array, "data", None)
+    if hasattr(data, "ptr"):  # CuPy; its interface costs 3.9 us
+        return int(data.ptr)
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        raise DtypeError(f"{type(array).__module__}.{type(array).__name__} says no device address.")
+    return int(interface["data"][0])
 
 
 def current_stream_of(array: Any) -> int | None:

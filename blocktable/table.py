@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from blocktable.checks import (
-    array_spec,
     int_array,
     int_scalar,
     non_negative,
@@ -110,7 +109,7 @@ class BlockTable:
         self._has_windows = any(group.sliding_window is not None for group in config.groups)
         self._rows = HostRows(config)
         self._is_invalid = False
-        self.num_bytes_sent = 0
+        self.num_bytes_sent: int = 0
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
         self._views: weakref.WeakKeyDictionary[StepBuffers, _Views] = weakref.WeakKeyDictionary()
@@ -181,12 +180,12 @@ class BlockTable:
 
         Rules: R4.
         """
-        rows = self._one_row("row", row)
+        rows, num_groups = self._one_row("row", row), len(self.config.groups)
         if isinstance(num_blocks, Sequence | np.ndarray):
             kept = int_array("num_blocks", num_blocks)
-            if kept.size != len(self.config.groups):
+            if kept.size != num_groups:
                 raise ArgumentError(
-                    f"num_blocks must be an int, or one for each of the {len(self.config.groups)} groups; got {kept.size}."
+                    f"num_blocks must be an int, or one for each of the {num_groups} groups; got {kept.size}."
                 )
             if kept.min() < 0:
                 raise ArgumentError(f"num_blocks must be at least 0, got {kept.min()}.")
@@ -214,7 +213,7 @@ class BlockTable:
         Args:
             rows: [n] ints. Distinct rows.
             block_ids: one flat sequence of manager block ids for each group (with one group, that sequence itself):
-                the ids of rows[0], then those of rows[1], and so on. Nothing for a group (None, []) changes nothing there.
+                the ids of rows[0], then those of rows[1], and so on. Nothing (None, []) changes nothing in that group.
             counts: [n] ints. Blocks of each row; or one [n] for each group.
 
         Raises:
@@ -243,9 +242,7 @@ class BlockTable:
         Rules: R4.
         """
         checked = self._rows.check_rows("rows", rows)
-        self._rows.truncate(
-            checked, per_group_counts("num_blocks", num_blocks, len(self.config.groups), checked.size)
-        )
+        self._rows.truncate(checked, per_group_counts("num_blocks", num_blocks, len(self.config.groups), checked.size))
 
     def null_ranges(self, rows: Any, group: int, starts: Any, stops: Any) -> None:
         """Make manager blocks starts[i] .. stops[i] - 1 of many rows NULL in one group.
@@ -268,7 +265,7 @@ class BlockTable:
         self._rows.null(checked, index, *(array.astype(np.int64) for array in bounds))
 
     def permute_rows(self, src: Any, dst: Any) -> None:
-        """Replace each row dst[i] by what row src[i] held before the call; a source that is no destination becomes empty.
+        """Replace each row dst[i] by what row src[i] held before the call; other sources become empty.
 
         Args:
             src: [n] ints. Distinct rows.
@@ -366,13 +363,14 @@ class BlockTable:
             stream: what `stream_handle` takes. None: the current stream of the library that made `positions`.
 
         Returns:
-            One [num_tokens_padded] of the slot dtype for each group. Valid until the next call that writes the same set.
+            One [num_tokens_padded] of the slot dtype for each group. Valid until the next call that writes the set.
 
         Raises:
             ArgumentError: `positions` or `num_tokens_padded` is longer than the buffer, or lengths disagree.
 
         Rules: R12-R17, R22.
         """
+        self._require_tokens(query_start_loc)
         batch = self._batch(idx_mapping, query_start_loc, positions, None, None, None)
         num_tokens = vector_length("positions", positions, "int64")
         handle = self._stream(stream, positions)
@@ -406,7 +404,10 @@ class BlockTable:
 
         Rules: R9-R17, R22.
         """
-        batch = self._batch(idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens)
+        self._require_tokens(query_start_loc)
+        batch = self._batch(
+            idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, will_commit=True
+        )
         num_tokens = vector_length("positions", positions, "int64")
         self._check_num_tokens(num_tokens, num_tokens_padded, self.config.max_num_batched_tokens)
         views, buffers = self._views_of(out), self._buffers(out)
@@ -432,7 +433,9 @@ class BlockTable:
     def warmup(self) -> None:
         """Compile and load everything a later step needs. Modifies no row and no set of buffers. Rules: R21."""
         nothing = np.empty(0, np.int64)
-        self.store.write(Writes(self.config.arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32)), stream=None)
+        self.store.write(
+            Writes(self.config.arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32)), stream=None
+        )
         buffers = self.store.create_buffers()
         dummy, starts, positions, computed = (
             self.backend.from_host(np.array(values, dtype), self.device)
@@ -490,6 +493,8 @@ class BlockTable:
         num_reqs: int | None,
         num_reqs_padded: int | None,
         num_computed_tokens: Array | None,
+        *,
+        will_commit: bool = False,
     ) -> Batch:
         requests = self._num_reqs(idx_mapping, query_start_loc, num_reqs)
         padded = requests if num_reqs_padded is None else int_scalar("num_reqs_padded", num_reqs_padded)
@@ -503,7 +508,7 @@ class BlockTable:
             if length != requests:
                 raise ArgumentError(f"num_computed_tokens must hold {requests} entries, one a request, got {length}.")
         if idx_mapping is None and padded > requests:
-            self._require_empty_rows(requests, padded)
+            self._require_empty_rows(requests, padded, will_commit=will_commit)
         return Batch(idx_mapping, query_start_loc, positions, requests, padded, num_computed_tokens)
 
     def _num_reqs(self, idx_mapping: Array | None, query_start_loc: Array | None, num_reqs: int | None) -> int:
@@ -527,12 +532,22 @@ class BlockTable:
             raise ArgumentError(f"A batch of {requests} requests is above max_num_reqs {self.config.max_num_reqs}.")
         return requests
 
-    def _require_empty_rows(self, start: int, stop: int) -> None:
+    def _require_tokens(self, query_start_loc: Array | None) -> None:
+        if query_start_loc is None:
+            raise DtypeError("query_start_loc must be an int32 array of num_reqs + 1 entries, got None.")
+
+    def _require_empty_rows(self, start: int, stop: int, *, will_commit: bool) -> None:
         occupied = np.flatnonzero(self._rows.filled[:, start:stop].any(0))
         if occupied.size:
             raise ArgumentError(
                 f"Row {start + occupied[0]} is not empty: with idx_mapping=None the rows from num_reqs {start} to "
                 f"num_reqs_padded {stop} are the batch's padding; clear it, move it, or pass an idx_mapping."
+            )
+        pending = np.empty(0) if will_commit else self._rows.pending_counts(start, stop)
+        if pending.size:
+            raise ArgumentError(
+                f"Row {pending[0]} was emptied, but not on the device yet: with idx_mapping=None the rows from "
+                f"num_reqs {start} to num_reqs_padded {stop} are the batch's padding; commit first."
             )
 
     def _check_num_tokens(self, num_tokens: int, num_tokens_padded: int | None, size: int) -> None:
@@ -545,14 +560,14 @@ class BlockTable:
         num_groups = len(self.config.groups)
         if not isinstance(out, Sequence) or len(out) != num_groups:
             raise ArgumentError(
-                f"out must be a set of buffers from create_buffers(), or a sequence of {num_groups} arrays, one a group."
+                f"out must be a set of buffers from create_buffers(), or {num_groups} arrays, one a group."
             )
         for group, array in enumerate(out):
             name = f"out[{group}]"
             self._check_num_tokens(num_tokens, num_tokens_padded, vector_length(name, array, self.config.slot_dtype))
             if isinstance(array, np.ndarray) != isinstance(self.buffers.slot_mappings[group], np.ndarray):
                 raise DtypeError(
-                    f"{name} must be an array of the {self.backend.name!r} backend's device, got {type(array).__name__}."
+                    f"{name} must be on the device of backend {self.backend.name!r}, got {type(array).__name__}."
                 )
             if isinstance(array, np.ndarray) and not array.flags.writeable:
                 raise ArgumentError(f"{name} is read-only.")
@@ -568,7 +583,7 @@ class BlockTable:
         return self.buffers if out is None else out
 
     def _views_of(self, out: StepBuffers | None) -> _Views:
-        buffers = self._buffers(out)
+        buffers: Any = self._buffers(out)
         views = self._views.get(buffers) if isinstance(buffers, StepBuffers) else None
         if views is None:
             raise ArgumentError("out must be a set of buffers that this table's create_buffers() made.")
@@ -614,8 +629,8 @@ class BlockTable:
         return blocks
 
     def host_table(self, group: int) -> IntArray:
-        """Return a group's rows on the host, [max_num_reqs, width] int32: a read-only view that follows every change."""
-        view = self.config.arena.view(self._rows.mirror, self._group_index(group)).view()
+        """Return a group's rows on the host, [max_num_reqs, width] int32, as a read-only view that follows changes."""
+        view: IntArray = self.config.arena.view(self._rows.mirror, self._group_index(group)).view()
         view.flags.writeable = False
         return view
 
@@ -641,7 +656,11 @@ class BlockTable:
             wrong = np.argwhere((got != expected) & ~self.config.arena.view(pending, group))
             if wrong.size:
                 row, column = wrong[0]
-                where = f"group {row}, filled columns of row {column}" if group < 0 else f"group {group}, row {row}, column {column}"
+                where = (
+                    f"group {row}, filled columns of row {column}"
+                    if group < 0
+                    else f"group {group}, row {row}, column {column}"
+                )
                 raise BlockTableError(
                     f"The device differs from the host at {where}: it holds {got[row, column]}, the host "
                     f"{expected[row, column]}; {len(wrong)} entries differ there (R9)."

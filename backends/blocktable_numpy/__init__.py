@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import PROTOCOL_VERSION, BlockTableConfig
+from blocktable import PROTOCOL_VERSION, ArgumentError, BlockTableConfig
 from blocktable_numpy.block_store import NumpyBlockStore
 from blocktable_numpy.slot_mapper import NumpySlotMapper
 
@@ -25,6 +25,8 @@ class NumpyBackend:
         return None
 
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> NumpyBlockStore:
+        if str(device) not in ("None", "cpu"):
+            raise ArgumentError(f'The numpy backend runs on the host: device must be None or "cpu", got {device!r}.')
         return NumpyBlockStore(config)
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, ArgumentError, Batch, BlockTableConfig, StepBuffers, Writes
-from blocktable_numpy.kernels import Ints, gather_block_tables, scatter_writes
+from blocktable_numpy.kernels import Ints, gather_block_tables, null_stale_columns, scatter_writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +63,15 @@ class NumpyBlockStore:
                 if group.is_sharded:
                     first_tokens = self.config.context_parallel.local_lengths(first_tokens)
                 first_columns = first_tokens // group.tokens_per_column
+            filled, held, block_table = self.filled[index], out.held[index], out.block_tables[index]
+            null_stale_columns(idx_mapping, filled, held, block_table)
             gather_block_tables(
                 idx_mapping,
-                self.filled[index],
-                self.table(index),
                 first_columns,
-                batch.num_reqs_padded,
-                out.held[index],
-                out.block_tables[index],
+                filled,
+                self.table(index),
+                held,
+                block_table,
             )
 
 

@@ -1,0 +1,218 @@
+// The four kernels. Every loop is grid-stride: any grid and any block give the same result, and no block waits for another.
+// Compiled by NVRTC on a GPU, and by the host's C++ compiler over emulate.h where there is none.
+//
+// A table's memory is one arena: filled counts [num_groups, max_num_reqs], then each group's rows [max_num_reqs, width].
+// A batch has the same layout, and one entry behind it: its counts say how many columns each batch row holds, the last
+// entry how many rows the last batch had.
+
+#ifndef SLOT_T
+#define SLOT_T long long  // int where slot_dtype is int32
+#endif
+
+typedef long long int64;
+
+static const int PAD_SLOT_ID = -1;
+static const int NULL_BLOCK_ID = 0;
+static const int SLOT_MODE_RING = 1;
+static const int SLOT_MODE_NONE = 2;
+
+// One row of BlockTableConfig.group_fields(), in the order of GROUP_FIELDS.
+struct Group {
+  int64 table_start;          // entry of the arena where the group's rows begin
+  int64 width;                // columns of a row
+  int64 tokens_per_column;    // tokens in a kernel block
+  int64 blocks_per_kv_block;  // kernel blocks in a manager block
+  int64 slot_mode;            // 0 linear, 1 ring, 2 none
+  int64 null_is_pad;          // whether a token in the NULL block is PAD
+  int64 sliding_window;       // tokens; 0: none
+  int64 world_size;           // ranks that share the tokens; 1: replicated
+  int64 rank;                 // this one
+  int64 interleave_size;      // tokens a rank holds in turn
+};
+
+// a / b for a >= 0 and b > 0: 64-bit division costs some 70 instructions, and few operands need it.
+static __device__ __forceinline__ int64 divide(int64 a, int64 b) {
+  if (((a | b) >> 32) == 0) return (int64)((unsigned)a / (unsigned)b);
+  return a / b;
+}
+
+// How many of the first `tokens` tokens this rank holds (R19).
+static __device__ __forceinline__ int64 local_length(const Group& group, int64 tokens) {
+  int64 turn = group.world_size * group.interleave_size;
+  int64 rest = tokens % turn - group.rank * group.interleave_size;
+  rest = rest < 0 ? 0 : rest > group.interleave_size ? group.interleave_size : rest;
+  return tokens / turn * group.interleave_size + rest;
+}
+
+// Row of a batch index; -1 for a dummy and for padding.
+static __device__ __forceinline__ int row_of(const int* idx_mapping, int batch_index, int num_reqs, int max_num_reqs) {
+  if (batch_index >= num_reqs) return -1;
+  int row = idx_mapping ? idx_mapping[batch_index] : batch_index;
+  return row >= 0 && row < max_num_reqs ? row : -1;
+}
+
+// Write every range of values into the arena.
+extern "C" __global__ void scatter_writes(
+    const int64* __restrict__ offsets,  // [num_ranges], first entry of each range in the arena
+    const int* __restrict__ starts,     // [num_ranges + 1], first value of each range
+    const int* __restrict__ values,     // [num_values]
+    int num_ranges,
+    int num_values,
+    int* __restrict__ arena  // [arena.size], written
+) {
+  for (int value = blockIdx.x * blockDim.x + threadIdx.x; value < num_values; value += gridDim.x * blockDim.x) {
+    // step 1: which value of which range
+    int range = value, end = num_ranges;
+    if (num_ranges != num_values) {  // else each range holds one value, as in steady decode
+      range = 0;
+      while (end - range > 1) {
+        int middle = range + (end - range) / 2;
+        if (starts[middle] <= value) range = middle;
+        else end = middle;
+      }
+    }
+    // step 2: store the value
+    arena[offsets[range] + (value - starts[range])] = values[value];
+  }
+}
+
+// Make every batch row NULL behind the columns that its row fills.
+extern "C" __global__ void null_stale_columns(
+    const int* __restrict__ idx_mapping,  // [num_reqs], batch index -> row; null: identity
+    int num_reqs,
+    int num_reqs_padded,
+    int max_num_reqs,
+    const Group* __restrict__ groups,  // [num_groups]
+    int num_groups,
+    const int* __restrict__ arena,  // [arena_size]
+    int64 arena_size,
+    int* __restrict__ batch  // [arena_size + 1], tables written, counts read
+) {
+  // Rows behind this batch hold what a larger one left; further ones are NULL, whatever their old counts say.
+  int held_rows = batch[arena_size];
+  int num_rows = held_rows > num_reqs_padded ? held_rows : num_reqs_padded;
+  // step 1: which batch row and group
+  for (int g = blockIdx.y; g < num_groups; g += gridDim.y) {
+    for (int i = blockIdx.x; i < num_rows; i += gridDim.x) {
+      // step 2: how many columns its row fills
+      int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+      int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
+      // step 3: NULL over what an earlier batch left behind them
+      int held = batch[(int64)g * max_num_reqs + i];
+      int* batch_row = batch + groups[g].table_start + i * groups[g].width;
+      for (int column = columns + threadIdx.x; column < held; column += blockDim.x) batch_row[column] = NULL_BLOCK_ID;
+    }
+  }
+}
+
+// Write the columns that the batch's rows fill, and remember how many there are.
+extern "C" __global__ void gather_block_tables(
+    const int* __restrict__ idx_mapping,          // [num_reqs], batch index -> row; null: identity
+    const int* __restrict__ num_computed_tokens,  // [num_reqs], batch index -> tokens; null: no window is cut
+    int num_reqs,
+    int num_reqs_padded,
+    int max_num_reqs,
+    const Group* __restrict__ groups,  // [num_groups]
+    int num_groups,
+    const int* __restrict__ arena,  // [arena_size]
+    int64 arena_size,
+    int* __restrict__ batch  // [arena_size + 1], written
+) {
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
+  // step 1: which batch row and group
+  for (int g = blockIdx.y; g < num_groups; g += gridDim.y) {
+    Group group = groups[g];
+    for (int i = blockIdx.x; i < num_reqs_padded; i += gridDim.x) {
+      // step 2: how many columns its row fills
+      int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+      int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
+      // step 3: how many of them the window has left behind
+      int64 first = 0;
+      if (num_computed_tokens && group.sliding_window && i < num_reqs) {
+        first = num_computed_tokens[i] - group.sliding_window + 1;
+        first = first < 0 ? 0 : first;
+        if (group.world_size > 1) first = local_length(group, first);
+        first /= group.tokens_per_column;
+      }
+      // step 4: store the columns in use, NULL before them
+      const int* table_row = arena + group.table_start + (row < 0 ? 0 : row) * group.width;
+      int* batch_row = batch + group.table_start + i * group.width;
+      for (int column = threadIdx.x; column < columns; column += blockDim.x)
+        batch_row[column] = column < first ? NULL_BLOCK_ID : table_row[column];
+      // step 5: remember how many columns the batch row holds
+      if (threadIdx.x == 0) batch[(int64)g * max_num_reqs + i] = columns;
+    }
+  }
+}
+
+// Write the slot of every token, and PAD from the last real token to the end of the slots.
+extern "C" __global__ void map_slots(
+    const int* __restrict__ idx_mapping,      // [num_reqs], batch index -> row; null: identity
+    const int* __restrict__ query_start_loc,  // [num_reqs + 1], first token of each request
+    const int64* __restrict__ positions,      // [num_positions], token -> its index in its request
+    int num_reqs,
+    int num_positions,
+    int max_num_reqs,
+    const Group* __restrict__ groups,  // [>= first_group + num_groups]
+    int first_group,
+    int num_groups,
+    const int* __restrict__ arena,  // [arena.size]
+    SLOT_T* __restrict__ slots,     // [num_groups, slots_stride], the first num_slots of each written
+    int64 slots_stride,
+    int num_slots
+) {
+  int num_tokens = query_start_loc[num_reqs];
+  if (num_tokens > num_positions) num_tokens = num_positions;
+  if (num_tokens > num_slots) num_tokens = num_slots;
+  // step 1: which token and group
+  for (int y = blockIdx.y; y < num_groups; y += gridDim.y) {
+    int g = first_group + y;
+    Group group = groups[g];
+    for (int64 token = (int64)blockIdx.x * blockDim.x + threadIdx.x; token < num_slots;
+         token += (int64)gridDim.x * blockDim.x) {
+      int64 slot = PAD_SLOT_ID;
+      // step 2: PAD behind the last real token
+      if (token < num_tokens && group.slot_mode != SLOT_MODE_NONE) {
+        // step 3: which request and row
+        int request = (int)token, end = num_reqs;
+        bool is_guess = token < num_reqs && query_start_loc[token] <= token && token < query_start_loc[token + 1];
+        if (!is_guess) {  // else the token has its request's index, as in decode
+          request = -1;
+          while (end - request > 1) {
+            int middle = request + (end - request) / 2;
+            if (query_start_loc[middle] <= token) request = middle;
+            else end = middle;
+          }
+        }
+        int row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
+        int64 columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
+        int64 position = positions[token];
+        if (columns > 0 && position >= 0) {
+          // step 4: whose token it is, and its index among this rank's tokens
+          int64 local = position;
+          bool is_owner = true;
+          if (group.world_size > 1) {
+            int64 turn = divide(position, group.interleave_size);
+            int64 round = divide(turn, group.world_size);
+            is_owner = turn - round * group.world_size == group.rank;
+            local = round * group.interleave_size + (position - turn * group.interleave_size);
+          }
+          if (group.slot_mode == SLOT_MODE_RING) {
+            int64 ring = columns * group.tokens_per_column;
+            local = position - divide(position, ring) * ring;
+          }
+          // step 5: which column, and whether the row fills it
+          int64 column = divide(local, group.tokens_per_column);
+          if (is_owner && column < columns) {
+            // step 6: which kernel block
+            int64 block_id = arena[group.table_start + row * group.width + column];
+            if (!group.null_is_pad || block_id >= group.blocks_per_kv_block)
+              slot = block_id * group.tokens_per_column + (local - column * group.tokens_per_column);
+          }
+        }
+      }
+      // step 7: store the slot
+      slots[y * slots_stride + token] = (SLOT_T)slot;
+    }
+  }
+}

@@ -1,0 +1,147 @@
+"""Launchers of the four kernels in kernels.cu: they name the sizes, choose the grid, and launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+INT32_MAX = 2**31 - 1
+MAX_GRID_Y = 65535
+
+Kernel = Any  # called with (grid, block, args, stream=)
+
+
+def _int32(value: int) -> np.int32:
+    """An exact scalar: CuPy hands on the bytes of what it is given."""
+    if not -(2**31) <= value <= INT32_MAX:
+        raise OverflowError(f"{value} does not fit the kernel's int")
+    return np.int32(value)
+
+
+def _grid_x(entries: int, tile: int) -> int:
+    return min(-(-entries // tile), INT32_MAX // tile)
+
+
+def launch_scatter_writes(
+    kernel: Kernel,
+    tile: int,
+    staged: int,  # address of a packed commit: offsets, starts, values
+    num_ranges: int,
+    num_values: int,
+    arena: int,  # address
+    stream: Any,
+) -> None:
+    """Launch scatter_writes; nothing for no values."""
+    if num_values == 0:
+        return
+    starts = staged + 8 * num_ranges
+    values = starts + 4 * (num_ranges + 1)
+    arguments = (
+        np.uint64(staged),
+        np.uint64(starts),
+        np.uint64(values),
+        _int32(num_ranges),
+        _int32(num_values),
+        np.uint64(arena),
+    )
+    kernel((_grid_x(num_values, tile), 1), (tile,), arguments, stream=stream)
+
+
+def launch_null_stale_columns(
+    kernel: Kernel,
+    tile: int,
+    idx_mapping: int,  # address; 0: identity
+    num_reqs: int,
+    num_reqs_padded: int,
+    max_num_reqs: int,
+    groups: int,  # address
+    num_groups: int,
+    arena: int,  # address
+    arena_size: int,
+    batch: int,  # address
+    stream: Any,
+) -> None:
+    """Launch null_stale_columns; an empty batch too: a larger one may have come before."""
+    arguments = (
+        np.uint64(idx_mapping),
+        _int32(num_reqs),
+        _int32(num_reqs_padded),
+        _int32(max_num_reqs),
+        np.uint64(groups),
+        _int32(num_groups),
+        np.uint64(arena),
+        np.int64(arena_size),
+        np.uint64(batch),
+    )
+    kernel((max(num_reqs_padded, 1), min(num_groups, MAX_GRID_Y)), (tile,), arguments, stream=stream)
+
+
+def launch_gather_block_tables(
+    kernel: Kernel,
+    tile: int,
+    idx_mapping: int,  # address; 0: identity
+    num_computed_tokens: int,  # address; 0: no window is cut
+    num_reqs: int,
+    num_reqs_padded: int,
+    max_num_reqs: int,
+    groups: int,  # address
+    num_groups: int,
+    arena: int,  # address
+    arena_size: int,
+    batch: int,  # address
+    stream: Any,
+) -> None:
+    """Launch gather_block_tables."""
+    arguments = (
+        np.uint64(idx_mapping),
+        np.uint64(num_computed_tokens),
+        _int32(num_reqs),
+        _int32(num_reqs_padded),
+        _int32(max_num_reqs),
+        np.uint64(groups),
+        _int32(num_groups),
+        np.uint64(arena),
+        np.int64(arena_size),
+        np.uint64(batch),
+    )
+    kernel((max(num_reqs_padded, 1), min(num_groups, MAX_GRID_Y)), (tile,), arguments, stream=stream)
+
+
+def launch_map_slots(
+    kernel: Kernel,
+    tile: int,
+    idx_mapping: int,  # address; 0: identity
+    query_start_loc: int,  # address
+    positions: int,  # address
+    num_reqs: int,
+    num_positions: int,
+    max_num_reqs: int,
+    groups: int,  # address
+    first_group: int,
+    num_groups: int,
+    arena: int,  # address
+    slots: int,  # address
+    slots_stride: int,
+    num_slots: int,
+    stream: Any,
+) -> None:
+    """Launch map_slots; nothing for no slots."""
+    if num_slots == 0:
+        return
+    arguments = (
+        np.uint64(idx_mapping),
+        np.uint64(query_start_loc),
+        np.uint64(positions),
+        _int32(num_reqs),
+        _int32(num_positions),
+        _int32(max_num_reqs),
+        np.uint64(groups),
+        _int32(first_group),
+        _int32(num_groups),
+        np.uint64(arena),
+        np.uint64(slots),
+        np.int64(slots_stride),
+        _int32(num_slots),
+    )
+    kernel((_grid_x(num_slots, tile), min(num_groups, MAX_GRID_Y)), (tile,), arguments, stream=stream)
