@@ -92,8 +92,8 @@ def check_backend(backend: Any) -> Backend:
     missing = [attribute for attribute in _REQUIRED if not hasattr(backend, attribute)]
     if missing:
         raise BlockTableError(
-            f"{backend!r} is no backend: it has no {', '.join(missing)}. Pass a name that `blocktable backends` lists, or "
-            "a backend object as docs/writing-a-backend.md describes it."
+            f"{backend!r} is no backend: it has no {', '.join(missing)}. Pass a name that `blocktable backends` lists, "
+            "or a backend object as docs/writing-a-backend.md describes it."
         )
     if backend.protocol_version != PROTOCOL_VERSION:
         raise BlockTableError(
@@ -152,8 +152,8 @@ def _find(name: str) -> tuple[str, str | None]:
         close = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise UnknownBackendError(
-            f"No installed distribution offers a backend named {name!r}{hint}; installed: {', '.join(known) or 'none'}. "
-            'Name one of these, or "package.module:Class".'
+            f"No installed distribution offers a backend named {name!r}{hint}; installed: {', '.join(known) or 'none'}."
+            ' Name one of these, or "package.module:Class".'
         )
     if len(offers) > 1:
         raise UnknownBackendError(

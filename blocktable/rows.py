@@ -264,7 +264,8 @@ class HostRows:
         entries = ranges(offsets, lengths)
         pending[entries[entries < pending.size]] = True
         rows: IntArray = np.flatnonzero(self.arena.view(pending, -1)[:, start:stop].any(0))
-        return start + rows
+        rows += start
+        return rows
 
     def invalidate(self) -> None:
         """Mark everything dirty, as one range."""
