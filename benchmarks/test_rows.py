@@ -38,7 +38,9 @@ def take_back(table: bt.BlockTable) -> None:
 
 
 def time(benchmark: BenchmarkFixture, call: Callable[[], None], before: Callable[[], None], rounds: int = 200) -> None:
-    benchmark.pedantic(call, setup=before, rounds=rounds, warmup_rounds=rounds // 10)
+    benchmark.pedantic(  # type: ignore[no-untyped-call]  # pytest-benchmark leaves it untyped
+        call, setup=before, rounds=rounds, warmup_rounds=rounds // 10
+    )
 
 
 @pytest.mark.parametrize("num_rows", [16, NUM_REQS])
