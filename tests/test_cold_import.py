@@ -78,7 +78,8 @@ for info in bt.list_backends():
         bt.get_backend(info.name)
     except bt.BackendUnavailableError as error:
         assert repr(info.name) in str(error), error
-        assert not missing or ("pip install" in str(error) and any(name in str(error) for name in missing)), error
+        how = f"blocktable[{info.name}]"  # what pip is to install
+        assert not missing or (how in str(error) and any(name in str(error) for name in missing)), error
     else:
         assert not missing, f"{info.name} runs without {missing}"
 """
