@@ -1,5 +1,7 @@
 """Which rank this is, and how much of a request it holds."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -53,7 +55,7 @@ def test_local_lengths_count_this_ranks_tokens(world_size: int, interleave_size:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint32, np.int64])
-def test_local_lengths_keep_the_kind_of_what_they_are_given(dtype: type) -> None:
+def test_local_lengths_keep_the_kind_of_what_they_are_given(dtype: type[np.integer[Any]]) -> None:
     """Rules: R19."""
     share = bt.ContextParallel(world_size=4, rank=3, interleave_size=16)
     lengths = np.array([[0, 1, 47], [48, 64, 200]], dtype)
