@@ -108,7 +108,7 @@ class WatchedBackend:
         return WatchedMapper(self._watched.create_slot_mapper(store._watched), self._watch)
 
 
-@dataclass
+@dataclass(repr=False)
 class Subject:
     """One backend on one step path: what each test is run for.
 
@@ -123,6 +123,9 @@ class Subject:
     backend: Backend
     step_path: str = "separate"
     watch: Watch = field(default_factory=Watch)
+
+    def __repr__(self) -> str:
+        return f"<{self.label}, {self.step_path} step path>"
 
     def declares(self, capability: str) -> bool:
         """Say whether the backend declares a capability."""

@@ -1,0 +1,219 @@
+"""Hypothesis strategies: geometries, block ids and batches of the sizes that the profile allows.
+
+They draw few numbers and spread them out (a start and a stride instead of a position for every token): what is drawn
+is what Hypothesis has to shrink, and drawing costs more than the kernels of an emulated backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from blocktable import BlockTableConfig, ContextParallel, KVCacheGroup
+from blocktable_conformance import profiles
+from blocktable_conformance.oracle import Geometry, OracleTable
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+ODD_ROWS = [-1, -7, INT32_MIN, INT32_MAX]
+"""Entries of an idx_mapping that are no row of any table."""
+
+ODD_POSITIONS = [-1, -2, -(2**40), INT64_MIN, 2**31, 2**32 + 1, 2**40, INT64_MAX]
+"""Positions that have no slot in a linear group."""
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+@st.composite
+def groups(draw: Draw, share: ContextParallel) -> KVCacheGroup:
+    """Draw one group of any mode; sharded where the interleave size allows it."""
+    kernel_block_size = draw(st.sampled_from([4, 1, 2, 3, 5, 8, 16]))
+    blocks_per_kv_block = draw(st.sampled_from([1, 1, 2, 3]))
+    block_size = kernel_block_size * blocks_per_kv_block
+    slot_mode = draw(st.sampled_from(["linear", "linear", "linear", "ring", "none"]))
+    shardable = slot_mode == "linear" and (share.world_size == 1 or block_size % share.interleave_size == 0)
+    fixed = draw(st.booleans())
+    most = max(1, profiles.current().max_columns // blocks_per_kv_block)
+    return KVCacheGroup(
+        block_size=block_size,
+        kernel_block_size=kernel_block_size if draw(st.booleans()) or blocks_per_kv_block > 1 else None,
+        num_blocks=draw(st.sampled_from([None, None, 8, 1000])),
+        sliding_window=draw(st.sampled_from([None, None, 1, 7, 16])),
+        slot_mode=slot_mode,
+        sharded=draw(st.sampled_from([None, False])) if shardable else False,
+        allow_null=draw(st.sampled_from([None, True, False])),
+        null_is_pad=draw(st.booleans()),
+        blocks_per_row=draw(st.integers(1, min(most, 6))) if fixed else None,
+        extra_blocks=0 if fixed else draw(st.integers(0, 1)),
+    )
+
+
+@st.composite
+def shares(draw: Draw) -> ContextParallel:
+    """Draw one rank's share; often that of a world of one."""
+    world_size = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    rank = draw(st.integers(0, world_size - 1))
+    return ContextParallel(world_size=world_size, rank=rank, interleave_size=draw(st.sampled_from([1, 2, 3, 4, 8])))
+
+
+@st.composite
+def configs(draw: Draw, share: ContextParallel | None = None) -> BlockTableConfig:
+    """Draw a config of one to three groups of different geometry, inside the profile's sizes."""
+    profile = profiles.current()
+    parallel = draw(shares()) if share is None else share
+    chosen = draw(st.lists(groups(parallel), min_size=1, max_size=3))
+    options = {
+        "groups": chosen,
+        "max_num_reqs": draw(st.integers(1, profile.max_rows)),
+        "max_num_batched_tokens": draw(st.integers(1, profile.max_tokens)),
+        "max_model_len": draw(st.integers(1, max_model_len(chosen, parallel))),
+        "context_parallel": parallel,
+    }
+    alignment = draw(st.sampled_from([1, 4, 12, 16, 128]))
+    aligned = BlockTableConfig(**options, width_alignment=alignment)
+    narrow = all(aligned.width(group) <= profile.max_columns for group in range(len(chosen)))
+    return aligned if narrow else BlockTableConfig(**options, width_alignment=1)
+
+
+def max_model_len(chosen: Sequence[KVCacheGroup], share: ContextParallel) -> int:
+    """Return the longest request whose rows stay inside the profile's columns, in every group."""
+    longest = 10_000
+    for group in chosen:
+        if group.blocks_per_row is None:
+            blocks = profiles.current().max_columns // group.blocks_per_kv_block - group.extra_blocks
+            longest = min(longest, blocks * group.block_size * (share.world_size if group.is_sharded else 1))
+    return longest
+
+
+def block_ids(shape: Geometry, max_size: int) -> st.SearchStrategy[list[int]]:
+    """Draw ids that a group takes: low ones, the highest ones, and 0 where it is allowed."""
+    lowest, highest = 0 if shape.takes_null else 1, shape.block_id_limit - 1
+    low = st.integers(lowest, min(highest, 50))
+    return st.lists(st.one_of(low, low, st.integers(max(lowest, highest - 5), highest)), max_size=max_size)
+
+
+def row_counts(rows: int, most: int) -> st.SearchStrategy[list[int]]:
+    """Draw how many blocks each of some rows gets."""
+    return st.lists(st.integers(0, most), min_size=rows, max_size=rows)
+
+
+def distinct_rows(num_rows: int) -> st.SearchStrategy[list[int]]:
+    """Draw distinct rows in any order, none too."""
+    return st.lists(st.integers(0, num_rows - 1), unique=True, max_size=num_rows)
+
+
+@st.composite
+def bulk_ids(draw: Draw, shapes: Sequence[Geometry], num_rows: int, most: int = 2) -> tuple[Any, Any]:
+    """Draw (block_ids, counts) of a bulk call: counts shared or per group, lists or arrays, sometimes nothing."""
+    shared = draw(st.booleans())
+    counts = [draw(row_counts(num_rows, most))] * len(shapes)
+    if not shared:
+        counts = [draw(row_counts(num_rows, most)) for _ in shapes]
+    flat: list[Any] = [_stretched(draw, shape, sum(numbers)) for shape, numbers in zip(shapes, counts, strict=True)]
+    if draw(st.integers(0, 7)) == 0:
+        flat[draw(st.integers(0, len(shapes) - 1))] = None
+    if draw(st.booleans()):
+        flat = [ids if ids is None else np.array(ids, np.int32) for ids in flat]
+    ids: Any = flat[0] if len(shapes) == 1 and draw(st.booleans()) else flat
+    return ids, counts[0] if shared else counts
+
+
+def _stretched(draw: Draw, shape: Geometry, number: int) -> list[int]:
+    """Return `number` ids that a group takes, from two drawn numbers."""
+    lowest, limit = 0 if shape.takes_null else 1, shape.block_id_limit
+    first, stride = draw(st.integers(lowest, limit - 1)), draw(st.sampled_from([1, 1, 0, 3]))
+    return [lowest + (first - lowest + index * stride) % (limit - lowest) for index in range(number)]
+
+
+@dataclass(frozen=True)
+class BatchDraw:
+    """The inputs of one step.
+
+    Attributes:
+        idx_mapping: [num_reqs], or None: the identity.
+        query_start_loc: [num_reqs + 1].
+        positions: [num_tokens], which may be more or fewer than query_start_loc says.
+        num_reqs_padded: at least num_reqs; None: left out.
+        num_tokens_padded: at most the buffer; None: left out.
+        num_computed_tokens: [num_reqs], or None.
+    """
+
+    idx_mapping: list[int] | None
+    query_start_loc: list[int]
+    positions: list[int]
+    num_reqs_padded: int | None
+    num_tokens_padded: int | None
+    num_computed_tokens: list[int] | None
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests of the batch."""
+        return len(self.query_start_loc) - 1
+
+
+@st.composite
+def batches(draw: Draw, config: BlockTableConfig, oracle: OracleTable, *, in_place: bool = False) -> BatchDraw:
+    """Draw a batch over a table: any rows, dummies, empty requests, positions inside and outside the rows.
+
+    Args:
+        config: of the table.
+        oracle: the table; its rows say which padding rows are empty.
+        in_place: draw an `idx_mapping` of None now and then.
+    """
+    num_rows, num_tokens = config.max_num_reqs, config.max_num_batched_tokens
+    num_reqs = draw(st.integers(0, num_rows))
+    idx_mapping: list[int] | None = _idx_mapping(draw, num_reqs, num_rows)
+    padding = num_rows - num_reqs
+    if in_place and draw(st.integers(0, 3)) == 0:
+        idx_mapping, padding = None, _empty_rows_after(oracle, num_reqs)
+    lengths = draw(st.lists(st.integers(0, 5), min_size=num_reqs, max_size=num_reqs))
+    first = draw(st.sampled_from([0, 0, 0, 2]))
+    starts = [first + sum(lengths[:request]) for request in range(num_reqs + 1)]
+    positions = _positions(draw, config, starts)
+    computed = st.one_of(st.none(), st.lists(_computed_tokens(config), min_size=num_reqs, max_size=num_reqs))
+    return BatchDraw(
+        idx_mapping,
+        starts,
+        positions[:num_tokens],
+        draw(st.sampled_from([None, num_reqs, num_reqs + padding])),
+        draw(st.sampled_from([None, num_tokens, num_tokens // 2])),
+        draw(computed),
+    )
+
+
+def _idx_mapping(draw: Draw, num_reqs: int, num_rows: int) -> list[int]:
+    first, stride = draw(st.integers(0, num_rows - 1)), draw(st.sampled_from([1, 0, 3]))
+    mapping = [(first + stride * request) % num_rows for request in range(num_reqs)]
+    if mapping and draw(st.integers(0, 2)) == 0:
+        mapping[draw(st.integers(0, num_reqs - 1))] = draw(st.sampled_from([*ODD_ROWS, num_rows]))
+    return mapping
+
+
+def _empty_rows_after(oracle: OracleTable, num_reqs: int) -> int:
+    """Return how many rows from `num_reqs` on are empty, up to the first that is not."""
+    occupied = [row for row in range(num_reqs, oracle.num_rows) if any(group[row] for group in oracle.rows)]
+    return min(occupied, default=oracle.num_rows) - num_reqs
+
+
+def _positions(draw: Draw, config: BlockTableConfig, starts: list[int]) -> list[int]:
+    """Return positions of each request from a start and a stride, some of them odd, some too many or too few."""
+    reach = config.max_model_len + config.lookahead_tokens
+    positions = [0] * starts[0]
+    for begin, end in pairwise(starts):
+        start, stride = draw(st.integers(0, reach)), draw(st.sampled_from([1, 1, -1, 0, 7]))
+        positions += [start + stride * index for index in range(end - begin)]
+    if positions and draw(st.integers(0, 2)) == 0:
+        positions[draw(st.integers(0, len(positions) - 1))] = draw(st.sampled_from(ODD_POSITIONS))
+    surplus = draw(st.sampled_from([0, 0, 1, -1]))
+    return [*positions, 0] if surplus > 0 else positions[: len(positions) + surplus]
+
+
+def _computed_tokens(config: BlockTableConfig) -> st.SearchStrategy[int]:
+    usual = st.integers(0, config.max_model_len)
+    return st.one_of(usual, usual, st.sampled_from([INT32_MAX, INT32_MIN, -1]))

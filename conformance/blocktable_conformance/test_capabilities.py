@@ -1,0 +1,137 @@
+"""Each capability twice: what it promises where it is declared, and that it is refused where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blocktable import CAPABILITIES, PROTOCOL_VERSION, BlockTable, KVCacheGroup, UnsupportedError
+from blocktable_conformance.asserts import check, fail
+from blocktable_conformance.cases import make, one_request, small_config
+from blocktable_conformance.subject import Subject
+
+GROUP = KVCacheGroup(block_size=4, num_blocks=100)
+
+
+def require(subject: Subject, capability: str) -> None:
+    """Skip a test of a capability that the backend does not declare."""
+    if not subject.declares(capability):
+        pytest.skip(f"{subject.label} does not declare {capability}")
+
+
+def require_absence(subject: Subject, capability: str) -> None:
+    """Skip the twin, which holds backends to refuse what they do not declare."""
+    if subject.declares(capability):
+        pytest.skip(f"{subject.label} declares {capability}")
+
+
+def must_be_refused(what: str, call: Any) -> None:
+    """Check that a call raises UnsupportedError, in a sentence."""
+    try:
+        call()
+    except UnsupportedError as error:
+        check(len(str(error).split()) > 5, "R16, R21, R22", f"the refusal of {what} must be a sentence: {error}")
+        return
+    fail("R16, R21, R22", f"{what} must be refused with UnsupportedError: the capability is not declared.")
+
+
+def test_a_backend_describes_itself(subject_once: Subject) -> None:
+    """Name, protocol version and known capabilities, and it can run here.
+
+    Rules: R23.
+    """
+    backend = subject_once.backend
+    check(bool(backend.name), "R23", f"name must be a word, got {backend.name!r}")
+    check(backend.protocol_version == PROTOCOL_VERSION, "R23", f"protocol_version must be {PROTOCOL_VERSION}")
+    unknown = set(backend.capabilities) - set(CAPABILITIES)
+    check(not unknown, "R23", f"capabilities {unknown} do not exist.")
+    check(backend.why_unavailable() is None, "R23", f"an available backend says {backend.why_unavailable()!r}.")
+    backend.synchronize()
+
+
+def test_arrays_survive_the_way_to_the_device_and_back(subject_once: Subject) -> None:
+    """`from_host` and `to_host` keep dtype, shape and contents, of empty arrays too, and both copy.
+
+    Rules: R22.
+    """
+    import numpy as np
+
+    for dtype in (np.int32, np.int64):
+        for values in ([], [1, -2, np.iinfo(dtype).max], [np.iinfo(dtype).min]):
+            array = np.array(values, dtype)
+            there = subject_once.backend.from_host(array)
+            array[:] = 0
+            back = subject_once.backend.to_host(there)
+            check(back.dtype == dtype and back.tolist() == values, "R22", f"{values} came back as {back!r}")
+            back[:] = 7
+            check(subject_once.to_host(there).tolist() == values, "R22", "to_host must copy.")
+
+
+def test_capabilities_without_code_behind_them(subject_once: Subject) -> None:
+    """A store has step() and export() exactly where `fused_step` and `exports` are declared.
+
+    Rules: R21.
+    """
+    store = make(subject_once, GROUP).table.store
+    for capability, method in (("fused_step", "step"), ("exports", "export")):
+        declared = subject_once.declares(capability)
+        check(
+            not declared or callable(getattr(store, method, None)),
+            "R21",
+            f"{capability} is declared, but the block store has no {method}().",
+        )
+
+
+def test_int32_slots_are_refused_where_not_declared(subject_once: Subject) -> None:
+    """Without `int32_slots` a table of int32 slots is refused.
+
+    Rules: R16.
+    """
+    require_absence(subject_once, "int32_slots")
+    must_be_refused('slot_dtype="int32"', lambda: subject_once.table(small_config(GROUP, slot_dtype="int32")))
+
+
+def test_a_fused_step_is_refused_where_not_declared(subject_once: Subject) -> None:
+    """Without `fused_step` a table on that step path is refused.
+
+    Rules: R21.
+    """
+    require_absence(subject_once, "fused_step")
+    config = small_config(GROUP)
+    must_be_refused('step_path="fused"', lambda: BlockTable(config, subject_once.backend, step_path="fused"))
+
+
+def test_a_fused_step_is_one_call(subject: Subject) -> None:
+    """On the fused path a step asks the store once; on the separate path commit, gather and slots are three calls.
+
+    Rules: R9, R21.
+    """
+    pair = make(subject, GROUP, rows=[[5]])
+    one_request(pair, [0])
+    pair.do("append_row", 0, [6])
+    before = subject.watch.launches
+    one_request(pair, [4])
+    calls = subject.watch.launches - before
+    expected = 1 if subject.step_path == "fused" else 3
+    check(calls == expected, "R21", f"a step on the {subject.step_path} path must make {expected} calls, made {calls}.")
+
+
+def test_streams_are_refused_where_not_declared(subject: Subject) -> None:
+    """Without `streams` every `stream=` but None is refused, before anything is launched.
+
+    Rules: R22.
+    """
+    require_absence(subject, "streams")
+    pair = make(subject, GROUP, rows=[[5]])
+    inputs = [subject.device_array(v, d) for v, d in (([0], "int32"), ([0, 1], "int32"), ([0], "int64"))]
+    launches = subject.watch.launches
+    for stream in (0, 1, 2):
+        must_be_refused("commit(stream=)", lambda stream=stream: pair.table.commit(stream=stream))
+        must_be_refused("gather(stream=)", lambda stream=stream: pair.table.gather(inputs[0], stream=stream))
+        must_be_refused(
+            "compute_slot_mappings(stream=)",
+            lambda stream=stream: pair.table.compute_slot_mappings(*inputs, stream=stream),
+        )
+        must_be_refused("step(stream=)", lambda stream=stream: pair.table.step(*inputs, stream=stream))
+    check(subject.watch.launches == launches, "R22", "something was launched, or committed, before the refusal.")
