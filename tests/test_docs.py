@@ -114,6 +114,14 @@ def test_protocols_are_those_of_the_package(protocol: type) -> None:
 # Links, examples, commands.
 
 
+def test_readme_lists_our_backends() -> None:
+    (table,) = re.findall(
+        r"^\| name \| kernels in .*\n.*\n((?:\|.*\n)+)", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    ours = {info.name for info in bt.list_backends() if info.distribution == "blocktable"}
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == ours
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

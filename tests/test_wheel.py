@@ -93,7 +93,7 @@ def test_sdist_holds_what_the_tests_need(dist: Path) -> None:
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "tox.ini", "LICENSE", "README.md", "docs/spec.md", "tests/test_wheel.py"} <= names
+    assert {"pyproject.toml", "tox.ini", ".ci/run", "LICENSE", "docs/spec.md", "tests/test_wheel.py"} <= names
 
 
 def test_imports_come_from_the_wheel(run: Run) -> None:
