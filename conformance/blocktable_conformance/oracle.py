@@ -327,10 +327,11 @@ class OracleTable:
         """Return [groups][max_num_reqs]: filled columns as of the last commit."""
         return [[len(columns) for columns in group] for group in self.committed]
 
-    def gather(
-        self, idx_mapping: Sequence[int], num_reqs_padded: int, num_computed_tokens: Sequence[int] | None = None
-    ) -> list[Table]:
-        """Return the batch table of each group, [num_reqs_padded][width] (R10, R11)."""
+    def gather(self, idx_mapping: Sequence[int], num_computed_tokens: Sequence[int] | None = None) -> list[Table]:
+        """Return the whole batch buffer of each group, [max_num_reqs][width] (R10, R11).
+
+        Rows behind the batch are NULL, asked for or not: nothing of an earlier, larger batch survives.
+        """
         tables = []
         for g, shape in enumerate(self.shapes):
             batch_rows = []
@@ -340,7 +341,7 @@ class OracleTable:
                     passed = self._passed_columns(shape, num_computed_tokens[i])
                     columns = [NULL] * min(passed, len(columns)) + columns[passed:]
                 batch_rows.append(self._wide(g, columns))
-            batch_rows += [self._wide(g, []) for _ in range(num_reqs_padded - len(idx_mapping))]
+            batch_rows += [self._wide(g, []) for _ in range(self.num_rows - len(idx_mapping))]
             tables.append(batch_rows)
         return tables
 

@@ -23,9 +23,9 @@ class Outputs:
 
     Attributes:
         buffers: the set.
-        tables: for each group the leading rows that the contract fixes: all of a fresh set, then `num_reqs_padded`
-            (R10). None: nothing is fixed.
-        filled: [groups][rows]. Columns that each of those rows holds.
+        tables: for each group the whole batch table. None: the caller got the table's own rows, and what the buffer
+            holds is open.
+        filled: [groups][max_num_reqs]. Columns that each batch row holds.
         slots: for each group the whole slot mapping.
         addresses: where each array lay when the set was made.
     """
@@ -51,7 +51,7 @@ class Seen:
     Attributes:
         block_tables: one [num_reqs_padded, width] for each group.
         slot_mappings: one [num_tokens_padded] for each group.
-        buffer_tables: one [max_num_reqs, width] for each group: the whole buffer, with rows that R10 leaves open.
+        buffer_tables: one [max_num_reqs, width] for each group: the whole buffer.
         buffer_slots: one [max_num_batched_tokens] for each group: the whole buffer.
     """
 
@@ -90,7 +90,7 @@ class Pair:
 
     def _fresh(self, buffers: StepBuffers) -> Outputs:
         groups = range(len(self.config.groups))
-        empty = self.oracle.gather([], self.config.max_num_reqs)
+        empty = self.oracle.gather([])
         return Outputs(
             buffers,
             [empty[group] for group in groups],
@@ -205,7 +205,7 @@ class Pair:
         )
         requests = self._num_reqs(idx_mapping, num_reqs)
         padded = requests if num_reqs_padded is None else num_reqs_padded
-        self._expect_tables(idx_mapping, requests, padded, num_computed_tokens, outputs)
+        self._expect_tables(idx_mapping, requests, num_computed_tokens, outputs)
         views = self._check_table_views(returned, idx_mapping, padded, num_computed_tokens, outputs)
         self.check_outputs(outputs)
         return views
@@ -257,12 +257,26 @@ class Pair:
         self.check_device()
         requests = len(query_start_loc) - 1
         padded = requests if num_reqs_padded is None else num_reqs_padded
-        self._expect_tables(idx_mapping, requests, padded, num_computed_tokens, outputs)
+        self._expect_tables(idx_mapping, requests, num_computed_tokens, outputs)
         self._expect_slots(idx_mapping, query_start_loc, positions, outputs)
         tables = self._check_table_views(step.block_tables, idx_mapping, padded, num_computed_tokens, outputs)
         slots = self._check_slot_views(step.slot_mappings, num_tokens_padded, outputs)
         buffers = self.check_outputs(outputs)
         return Seen(tables, slots, *buffers)
+
+    def check_written(
+        self,
+        idx_mapping: Sequence[int],
+        query_start_loc: Sequence[int],
+        positions: Sequence[int],
+        *,
+        num_computed_tokens: Sequence[int] | None = None,
+        outputs: int = 0,
+    ) -> None:
+        """Check the whole buffers after something else wrote them, such as a graph's replay."""
+        self._expect_tables(idx_mapping, len(idx_mapping), num_computed_tokens, outputs)
+        self._expect_slots(idx_mapping, query_start_loc, positions, outputs)
+        self.check_outputs(outputs)
 
     def create_buffers(self) -> int:
         """Make one more set of outputs and return its index."""
@@ -291,9 +305,9 @@ class Pair:
         slots = [self.subject.to_host(mapping) for mapping in outputs.buffers.slot_mappings]
         for group in self._groups():
             table = outputs.tables[group]
-            if table:
-                got, filled = tables[group][: len(table)], outputs.filled[group]
-                check_table(got, table, filled, rules="R10", what="the batch table", group=group)
+            if table is not None:
+                filled = outputs.filled[group]
+                check_table(tables[group], table, filled, rules="R10", what="the batch table", group=group)
             self._check_slots(slots[group], outputs.slots[group], group)
         return tables, slots
 
@@ -326,19 +340,18 @@ class Pair:
         self,
         idx_mapping: Sequence[int] | None,
         num_reqs: int,
-        num_reqs_padded: int,
         num_computed_tokens: Sequence[int] | None,
         outputs: int,
     ) -> None:
         mapping = range(num_reqs) if idx_mapping is None else idx_mapping
-        tables = self.oracle.gather(mapping, num_reqs_padded, num_computed_tokens)
+        tables = self.oracle.gather(mapping, num_computed_tokens)
         counts = self.oracle.device_filled()
         for group in self._groups():
             own = self._is_own_rows(group, idx_mapping, num_computed_tokens)
             # The buffer is not what the caller gets then, and what it holds is nobody's concern.
             self.outputs[outputs].tables[group] = None if own else tables[group]
             held = [counts[group][row] if 0 <= row < self.config.max_num_reqs else 0 for row in mapping]
-            self.outputs[outputs].filled[group] = held + [0] * (num_reqs_padded - num_reqs)
+            self.outputs[outputs].filled[group] = held + [0] * (self.config.max_num_reqs - num_reqs)
 
     def _expect_slots(
         self, idx_mapping: Sequence[int] | None, query_start_loc: Sequence[int], positions: Sequence[int], outputs: int
