@@ -263,8 +263,7 @@ class HostRows:
         pending = np.zeros(self.arena.num_groups * self.arena.num_rows, np.bool_)
         entries = ranges(offsets, lengths)
         pending[entries[entries < pending.size]] = True
-        rows: IntArray = np.flatnonzero(self.arena.view(pending, -1)[:, start:stop].any(0))
-        rows += start
+        rows: IntArray = start + np.flatnonzero(self.arena.view(pending, -1)[:, start:stop].any(0))
         return rows
 
     def invalidate(self) -> None:

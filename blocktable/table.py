@@ -23,7 +23,7 @@ from blocktable.errors import ArgumentError, BlockTableError, ConfigError, Dtype
 from blocktable.protocols import Array, Backend, Batch, BlockStore, IntArray, SlotMapper, Step, StepBuffers, Writes
 from blocktable.registry import check_backend, get_backend
 from blocktable.rows import HostRows
-from blocktable.streams import current_stream_of, stream_handle
+from blocktable.streams import current_stream, stream_handle, stream_owner
 
 StepPath = Literal["auto", "separate", "fused"]
 
@@ -106,6 +106,7 @@ class BlockTable:
             self._require("fused_step", 'step_path="fused"')
         self._is_fused = step_path != "separate" and "fused_step" in self.backend.capabilities
         self._has_streams = "streams" in self.backend.capabilities
+        self._stream_owner: tuple[str, int] | None = None  # who made the last inputs
         self._has_windows = any(group.sliding_window is not None for group in config.groups)
         self._rows = HostRows(config)
         self._is_invalid = False
@@ -297,11 +298,15 @@ class BlockTable:
         pending.
 
         Args:
-            stream: what `stream_handle` takes. None: the backend's current stream.
+            stream: what `stream_handle` takes. None: the current stream of the library that made the last inputs,
+                else the backend's own.
 
-        Rules: R9, R22, R24.
+        Raises:
+            BlockTableError: the stream is capturing.
+
+        Rules: R9, R21, R22, R24.
         """
-        self._commit(self._stream(stream, None))
+        self._commit(self._stream(stream, None), self._write)
 
     def gather(
         self,
@@ -325,7 +330,7 @@ class BlockTable:
             num_computed_tokens: [num_reqs] int32. Tokens computed before this step: columns that a group's sliding
                 window has left behind come out NULL.
             out: a set of this table's buffers. None: the table's own.
-            stream: what `stream_handle` takes. None: the backend's current stream.
+            stream: as `commit`, where `idx_mapping` names none.
 
         Returns:
             One [num_reqs_padded, width] int32 for each group. Valid until the next call that writes the same set.
@@ -413,9 +418,9 @@ class BlockTable:
         views, buffers = self._views_of(out), self._buffers(out)
         handle = self._stream(stream, positions)
         if self._is_fused:
-            self._commit(handle, lambda writes: self._fused_step(writes, batch, buffers, handle))
+            self._commit(handle, lambda writes, handle: self._fused_step(writes, batch, buffers, handle))
         else:
-            self._commit(handle)
+            self._commit(handle, self._write_changes)
             if self._needs_gather(batch):
                 self.store.gather(batch, buffers, stream=handle)
             self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=handle)
@@ -458,19 +463,23 @@ class BlockTable:
         self._rows.invalidate()
         self._is_invalid = True
 
-    def _commit(self, stream: int | None, apply: Callable[[Writes], None] | None = None) -> None:
-        """Hand what is pending to `apply` (None: to the store), and forget it once that has returned."""
+    def _commit(self, stream: int | None, apply: Callable[[Writes, int | None], None]) -> None:
+        """Hand what is pending to `apply`, and forget it once that has returned."""
         if self._is_invalid:
             for buffers in list(self._views):
                 self.store.reset_buffers(buffers, stream=stream)
         writes = self._rows.writes()
-        if apply is not None:
-            apply(writes)
-        elif writes.offsets.size:
-            self.store.write(writes, stream=stream)
+        apply(writes, stream)
         self._rows.journal.clear()
         self._is_invalid = False
         self.num_bytes_sent += writes.num_bytes
+
+    def _write(self, writes: Writes, stream: int | None) -> None:
+        self.store.write(writes, stream=stream)  # of nothing too: on a capturing stream it must raise (R21)
+
+    def _write_changes(self, writes: Writes, stream: int | None) -> None:
+        if writes.offsets.size:
+            self.store.write(writes, stream=stream)
 
     def _fused_step(self, writes: Writes, batch: Batch, buffers: StepBuffers, stream: int | None) -> None:
         store: Any = self.store  # declares fused_step, so it has step()
@@ -481,7 +490,11 @@ class BlockTable:
             if stream is not None:
                 self._require("streams", "stream=")
             return None
-        return current_stream_of(array) if stream is None else stream_handle(stream)
+        if stream is not None:
+            return stream_handle(stream)
+        if array is not None:
+            self._stream_owner = stream_owner(array) or self._stream_owner
+        return current_stream(self._stream_owner)
 
     # Arguments of a step.
 

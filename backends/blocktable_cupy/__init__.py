@@ -9,7 +9,7 @@ import numpy as np
 
 from blocktable import PROTOCOL_VERSION, BlockTableConfig, staging_mode
 from blocktable_cupy.block_store import CupyBlockStore
-from blocktable_cupy.device import CupyDevice, HostDevice
+from blocktable_cupy.device import CupyDevice, HostDevice, compiled_modules
 from blocktable_cupy.emulation import EMULATE_VARIABLE, compiler, is_emulated
 from blocktable_cupy.slot_mapper import CupySlotMapper
 
@@ -55,6 +55,11 @@ class CupyBackend:
             return ()
         staging = self._device(None).staging
         return () if staging.startswith("mapped") else (f"changes travel in {staging}: mapped memory is not used here",)
+
+    @property
+    def num_compilations(self) -> int:
+        """Modules compiled so far in this process: one for each device and slot dtype."""
+        return compiled_modules()
 
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> CupyBlockStore:
         return CupyBlockStore(config, self._device(device), emulated=self.is_emulated)

@@ -99,6 +99,8 @@ class CupyBlockStore:
             native, capturing = self.enter(stream)
             refuse_capture(capturing, "commit()")
             num_ranges, num_values = writes.offsets.size, writes.values.size
+            if num_values == 0:
+                return
             entries = staged_entries(num_ranges, num_values)
             if entries <= self._steady_entries:
                 slot = self._writes_ring.acquire()

@@ -194,6 +194,11 @@ def _module(device: int, slot_dtype: str) -> Any:
     return cupy.RawModule(code=kernel_source(), options=("-std=c++17", f"-DSLOT_T={SLOT_TYPES[slot_dtype]}"))
 
 
+def compiled_modules() -> int:
+    """Return how many modules have been compiled and loaded."""
+    return _module.cache_info().currsize
+
+
 def _device_index(device: Any, default: int) -> int:
     if device is None:
         return default

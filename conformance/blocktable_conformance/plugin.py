@@ -97,6 +97,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how much to run: small (emulated backends too) or deep.",
     )
     group.addoption("--examples", type=int, metavar="N", help="examples of each property and of the state machine.")
+    group.addoption(
+        "--soak",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="how long the random steps on a GPU run, for each backend and step path (default 2).",
+    )
     group.addoption("--verdict", type=Path, metavar="FILE", help="write the verdicts to FILE as JSON.")
 
 
