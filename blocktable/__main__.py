@@ -1,0 +1,7 @@
+"""`python -m blocktable` is the command `blocktable`."""
+
+import sys
+
+from blocktable.cli import main
+
+sys.exit(main())

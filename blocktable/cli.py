@@ -1,0 +1,125 @@
+"""The command line: `blocktable backends`, `blocktable replay`, and whatever other distributions add to it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from blocktable.errors import BlockTableError
+
+Command = Callable[[Sequence[str]], int]
+"""Takes the arguments behind its name, returns the exit status."""
+
+ENTRY_POINT_GROUP = "blocktable.commands"
+
+# Named here, imported only when asked for: `--help` must not pay for what it does not run.
+BUILT_IN = {
+    "backends": (
+        "blocktable.backends_command:main",
+        "list the installed backends: what each can do here, or why it cannot",
+    ),
+    "replay": ("blocktable.replay.command:main", "drive a block table with a serving trace and prove every slot of it"),
+}
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+class UsageError(BlockTableError, ValueError):
+    """The command line says something that it cannot say."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises a sentence instead of printing the usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError`."""
+        raise UsageError(f"{message[:1].upper()}{message[1:]}; see `{self.prog} --help`.")
+
+
+def say(text: str) -> None:
+    """Print a result."""
+    print(text)
+
+
+def warn(text: str) -> None:
+    """Print a sentence that is no result."""
+    print(f"blocktable: {text}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 0 when all is well, 1 when something was found, 2 for a wrong call."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except BlockTableError as error:
+        warn(str(error))
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        warn("interrupted.")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left; the interpreter must not complain about it while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        _parser().parse_args(arguments)
+        _parser().print_help()
+        return USAGE_ERROR
+    status = _find(arguments[0])(arguments[1:])
+    return int(status or 0)
+
+
+def _find(name: str) -> Command:
+    if name in BUILT_IN:
+        module_name, _, attribute = BUILT_IN[name][0].partition(":")
+        command: Command = getattr(importlib.import_module(module_name), attribute)
+        return command
+    offers = [entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if entry.name == name]
+    if not offers:
+        raise UsageError(f"There is no command {name!r}; the commands are {', '.join(_descriptions())}.")
+    if len({entry.value for entry in offers}) > 1:
+        origins = " and by ".join(sorted(_origin(entry) for entry in offers))
+        raise UsageError(f"Command {name!r} is offered by {origins}; uninstall one.")
+    try:
+        loaded: Command = offers[0].load()
+    except (ImportError, AttributeError) as error:
+        raise BlockTableError(f"Command {name!r}, from {_origin(offers[0])}, cannot be loaded: {error}.") from error
+    return loaded
+
+
+def _origin(entry: importlib.metadata.EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+
+
+def _descriptions() -> dict[str, str]:
+    """Return every command and what it does; those of other distributions are named without importing them."""
+    found = {name: description for name, (_, description) in BUILT_IN.items()}
+    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
+        found.setdefault(entry.name, f"from {_origin(entry)} ({entry.value})")
+    return found
+
+
+def _parser() -> Parser:
+    commands = "\n".join(f"  {name:<14}{description}" for name, description in _descriptions().items())
+    parser = Parser(
+        prog="blocktable",
+        usage="blocktable COMMAND [ARGUMENT ...]",
+        description="The block table of a paged-KV inference engine: backends, replays of serving traces, conformance.",
+        epilog=f"commands:\n{commands}\n\n`blocktable COMMAND --help` says more about one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"blocktable {importlib.metadata.version('blocktable')}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
