@@ -1,0 +1,157 @@
+"""Golden vectors: histories in JSON with every answer written down, for any language (vectors/README.md).
+
+An operation is `{"call": name, "args": {...}, "expect": {...}}`. Its answer, by the oracle or by a table under test, is
+what `expect` must be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blocktable import BlockTable, BlockTableConfig, BlockTableError, ContextParallel, KVCacheGroup
+from blocktable_conformance.oracle import OracleTable, Refused
+from blocktable_conformance.subject import Subject
+
+FORMAT = 1
+"""Version of the file format."""
+
+FOLDER = Path(__file__).parent / "vectors"
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One history.
+
+    Attributes:
+        id: a case of the suite, or a name.
+        rules: what it is about.
+        title: one sentence.
+        config: fields of `BlockTableConfig`, groups as fields of `KVCacheGroup`.
+        raises: the error class with which the config is refused; there are no operations then.
+        operations: what is called, and the answers.
+    """
+
+    id: str
+    rules: str
+    title: str
+    config: dict[str, Any]
+    raises: str | None
+    operations: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        return self.id
+
+
+def load() -> Iterator[Vector]:
+    """Read every vector of every file."""
+    for path in sorted(FOLDER.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"{path.name} has format {content['format']}, this suite reads format {FORMAT}.")
+        for fields in content["vectors"]:
+            yield Vector(**{"raises": None, "operations": []} | fields)
+
+
+def config_of(fields: dict[str, Any]) -> BlockTableConfig:
+    """Return the config that the fields describe.
+
+    Raises:
+        ConfigError: it is impossible.
+    """
+    options = dict(fields)
+    groups = [KVCacheGroup(**group) for group in options.pop("groups")]
+    share = ContextParallel(**options.pop("context_parallel", {}))
+    return BlockTableConfig(groups=groups, context_parallel=share, **options)
+
+
+class OracleAnswers:
+    """Answers operations by the oracle."""
+
+    def __init__(self, config: BlockTableConfig) -> None:
+        self.config = config
+        self.oracle = OracleTable(config)
+        self.groups = range(len(config.groups))
+
+    def answer(self, call: str, args: dict[str, Any]) -> Answer:
+        """Do one operation and return its answer."""
+        special = getattr(self, f"_{call}", None)
+        if special is not None:
+            return dict(special(**args))
+        try:
+            getattr(self.oracle, call)(**args)
+        except Refused as refused:
+            return {"raises": min(refused.errors)}
+        return {}
+
+    def _look(self) -> Answer:
+        return {
+            "host_tables": [self.oracle.host_table(group) for group in self.groups],
+            "num_blocks_per_row": self.oracle.num_blocks_per_row(),
+        }
+
+    def _commit(self) -> Answer:
+        self.oracle.commit()
+        return {"device_tables": [self.oracle.device_table(group) for group in self.groups]}
+
+    def _step(
+        self, num_computed_tokens: list[int] | None = None, num_reqs_padded: int | None = None, **args: Any
+    ) -> Answer:
+        self.oracle.commit()
+        return {
+            "block_tables": self.oracle.gather(args["idx_mapping"], num_computed_tokens),
+            **self._slots(**args),
+        }
+
+    def _slots(self, idx_mapping: list[int], query_start_loc: list[int], positions: list[int]) -> Answer:
+        mappings = self.oracle.slots(idx_mapping, query_start_loc, positions, self.config.max_num_batched_tokens)
+        return {"slot_mappings": [[slot.value for slot in mapping] for mapping in mappings]}
+
+
+class TableAnswers:
+    """Answers operations by a table under test."""
+
+    def __init__(self, subject: Subject, config: BlockTableConfig) -> None:
+        self.subject = subject
+        self.table: BlockTable = subject.table(config)
+        self.groups = range(len(config.groups))
+
+    def answer(self, call: str, args: dict[str, Any]) -> Answer:
+        """Do one operation and return its answer."""
+        special = getattr(self, f"_{call}", None)
+        if special is not None:
+            return dict(special(**args))
+        try:
+            getattr(self.table, call)(**args)
+        except BlockTableError as error:
+            return {"raises": type(error).__name__}
+        return {}
+
+    def _host(self, array: Any) -> Any:
+        return self.subject.to_host(array).tolist()
+
+    def _look(self) -> Answer:
+        return {
+            "host_tables": [self.table.host_table(group).tolist() for group in self.groups],
+            "num_blocks_per_row": self.table.num_blocks_per_row.tolist(),
+        }
+
+    def _commit(self) -> Answer:
+        self.table.commit()
+        return {"device_tables": [self._host(self.table.device_table(group)) for group in self.groups]}
+
+    def _step(self, **args: Any) -> Answer:
+        for name in ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens"):
+            if args.get(name) is not None:
+                args[name] = self.subject.device_array(args[name], "int64" if name == "positions" else "int32")
+        self.table.step(**args)
+        buffers = self.table.buffers
+        return {
+            "block_tables": [self._host(table) for table in buffers.block_tables],
+            "slot_mappings": [self._host(slots) for slots in buffers.slot_mappings],
+        }

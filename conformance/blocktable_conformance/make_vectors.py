@@ -1,0 +1,367 @@
+"""Write the golden vectors: `python -m blocktable_conformance.make_vectors`.
+
+The oracle works out every answer. Where CASES of public engines gave numbers worked out on paper, they stand here as
+`slots`, and a vector whose answer differs from them is not written.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blocktable_conformance.golden import FOLDER, FORMAT, OracleAnswers, config_of
+
+COMMENT = (
+    "Golden vectors of the block table contract (docs/spec.md); the format is described in README.md beside this file."
+)
+X = -1
+
+Operation = dict[str, Any]
+
+
+@dataclass
+class Scenario:
+    """A history before its answers are known; fields as in `golden.Vector`.
+
+    Attributes:
+        slots: for each step, one prefix of slots for each group, worked out by hand; PAD follows.
+    """
+
+    id: str
+    rules: str
+    title: str
+    config: dict[str, Any]
+    calls: list[Operation] = field(default_factory=list)
+    slots: list[list[list[int]]] = field(default_factory=list)
+    raises: str | None = None
+
+    def answered(self) -> dict[str, Any]:
+        """Return the vector, with the oracle's answers."""
+        vector = {"id": self.id, "rules": self.rules, "title": self.title, "config": self.config}
+        if self.raises is not None:
+            return vector | {"raises": self.raises}
+        answers = OracleAnswers(config_of(self.config))
+        operations = [call | {"expect": answers.answer(call["call"], call["args"])} for call in self.calls]
+        self._check_hand_numbers([op["expect"]["slot_mappings"] for op in operations if op["call"] == "step"])
+        return vector | {"operations": operations}
+
+    def _check_hand_numbers(self, steps: list[list[list[int]]]) -> None:
+        for step, by_hand in zip(steps, self.slots, strict=False):
+            for got, wanted in zip(step, by_hand, strict=True):
+                if got != wanted + [X] * (len(got) - len(wanted)):
+                    raise ValueError(f"{self.id}: the oracle gives {got}, the paper {wanted}.")
+
+
+def call(name: str, **args: Any) -> Operation:
+    """Return one operation."""
+    return {"call": name, "args": args}
+
+
+def set_row(row: int, *block_ids: Sequence[int]) -> Operation:
+    """Return a set_row with one list for each group."""
+    return call("set_row", row=row, block_ids=[list(ids) for ids in block_ids])
+
+
+def one(positions: Sequence[int], row: int = 0, **options: Any) -> Operation:
+    """Return a step of one request."""
+    return step([row], [0, len(positions)], positions, **options)
+
+
+def step(idx_mapping: Sequence[int], starts: Sequence[int], positions: Sequence[int], **options: Any) -> Operation:
+    """Return a step."""
+    inputs = {"idx_mapping": list(idx_mapping), "query_start_loc": list(starts), "positions": list(positions)}
+    return call("step", **inputs, **options)
+
+
+LOOK = call("look")
+
+
+def small(*groups: dict[str, Any], width: int = 4, **options: Any) -> dict[str, Any]:
+    """Return a config of 4 rows, 16 tokens and `width` blocks in a row of the first group."""
+    return {
+        "groups": list(groups),
+        "max_num_reqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": width * groups[0]["block_size"],
+        "width_alignment": 1,
+    } | options
+
+
+def block(size: int, **options: Any) -> dict[str, Any]:
+    """Return a group."""
+    return {"block_size": size} | options
+
+
+def shard(world_size: int, rank: int, interleave_size: int) -> dict[str, int]:
+    """Return one rank's share."""
+    return {"world_size": world_size, "rank": rank, "interleave_size": interleave_size}
+
+
+def padding() -> list[Scenario]:
+    """Vectors on entries that stand for no token."""
+    return [
+        Scenario("P1", "R13, R15", "Launched tokens without a request are PAD", small(block(16)),
+                 [set_row(0, [5]), one([0, 1, 2])], [[[80, 81, 82]]]),
+        Scenario("P2", "R15", "A shorter step leaves nothing of a longer one", small(block(4)),
+                 [set_row(0, [7, 8, 9]), one(range(10)), one([10, 11])], [[list(range(28, 38))], [[38, 39]]]),
+        Scenario("P5", "R9, R10, R13", "A dummy step pads every group, and commits", small(block(4), block(2)),
+                 [set_row(0, [5, 6], [8, 9]), one([0, 3]), set_row(2, [3], [4]), step([-1] * 4, range(5), range(4)),
+                  call("commit")], [[[20, 23], [16, 19]], [[], []]]),
+        Scenario("P6", "R7, R13", "Block 0 has slots where it is allowed", small(block(4, allow_null=True)),
+                 [set_row(0, [0, 6]), one([3, 5])], [[[3, 25]]]),
+        Scenario("P6-pad", "R13", "Block 0 is PAD with null_is_pad", small(block(4, allow_null=True, null_is_pad=True)),
+                 [set_row(0, [0, 6]), one([3, 5])], [[[X, 25]]]),
+        Scenario("P9", "R5, R10", "Padded rows hold nothing of an earlier batch", small(block(16)),
+                 [*(set_row(row, [row + 1]) for row in range(4)), step(range(4), range(5), [0] * 4), set_row(0, [9]),
+                  step([0], [0, 1], [0], num_reqs_padded=4)], [[[16, 32, 48, 64]], [[144]]]),
+        Scenario("P12", "R2, R13", "The NULL block spans all its kernel blocks",
+                 small(block(32, kernel_block_size=16, allow_null=True, null_is_pad=True)),
+                 [set_row(0, [0, 6]), one([5, 20, 37])], [[[X, X, 197]]]),
+        Scenario("P13", "R10, R13", "An entry outside the table is a dummy", small(block(8)),
+                 [*(set_row(row, [row + 3]) for row in range(4)), one([0, 1], row=4), one([0, 1], row=-7),
+                  step([4, 1, -1], [0, 1, 2, 3], [0, 1, 2])], [[[]], [[]], [[X, 33]]]),
+        Scenario("P13-short", "R15", "query_start_loc says more than there are positions", small(block(8)),
+                 [set_row(0, [3]), step([0], [0, 5], [0, 1, 2])], [[[24, 25, 26]]]),
+        Scenario("K1", "R15", "No requests, no tokens", small(block(4)),
+                 [set_row(0, [3]), one([0, 1, 2, 3]), step([], [0], [])], [[[12, 13, 14, 15]], [[]]]),
+        Scenario("K2", "R13", "An empty request inside a batch", small(block(4)),
+                 [set_row(1, [3]), step([0, 1], [0, 0, 2], [0, 1])], [[[12, 13]]]),
+        Scenario("K3", "R12", "The next token may lie in another block", small(block(4)),
+                 [set_row(0, [2, 9]), one([3, 4])], [[[11, 36]]]),
+    ]  # fmt: skip
+
+
+def rows() -> list[Scenario]:
+    """Vectors on row operations."""
+    b16 = block(16)
+    return [
+        Scenario("T1", "R4, R5", "A move leaves no tail and vacates its source", small(b16),
+                 [set_row(0, [1, 2, 3, 4]), set_row(1, [55, 56]), call("move_row", src=1, dst=0), LOOK,
+                  call("commit")]),
+        Scenario("T2", "R5, R9", "A shorter row leaves no tail on the device", small(b16),
+                 [set_row(0, [5, 6, 7]), call("commit"), set_row(0, [8]), call("commit")]),
+        Scenario("T3", "R4, R5", "A row moved over a cleared one", small(b16),
+                 [set_row(0, [21, 22, 23]), set_row(1, [31, 32]), call("clear_row", row=0),
+                  call("move_row", src=1, dst=0), LOOK]),
+        Scenario("T4", "R4, R5", "Swaps", small(b16),
+                 [set_row(0, [1, 2, 3]), set_row(1, [9]), set_row(2, [4, 5]), call("swap_rows", a=0, b=1),
+                  call("swap_rows", a=1, b=2), LOOK, call("swap_rows", a=1, b=1), LOOK]),
+        Scenario("T6", "R6", "A row over capacity is refused whole, by one block too", small(b16),
+                 [set_row(0, [1, 2, 3]), call("append_row", row=0, block_ids=[[4, 5]]), LOOK,
+                  call("append_row", row=0, block_ids=[[4]]), call("append_row", row=0, block_ids=[[5]]), LOOK]),
+        Scenario("T8", "R8", "Nothing appended and nothing set", small(b16, block(8)),
+                 [set_row(0, [1], [2]), call("append_row", row=0, block_ids=None),
+                  call("append_row", row=0, block_ids=[]),
+                  call("append_row", row=0, block_ids=[[], [3]]), LOOK, call("set_row", row=0, block_ids=[None, [4]]),
+                  LOOK, call("set_row", row=0, block_ids=[]), LOOK]),
+        Scenario("T9", "R6", "One group over capacity changes no group", small(b16, block(16, blocks_per_row=2)),
+                 [set_row(0, [1, 2], [3, 4]), call("append_row", row=0, block_ids=[[5], [6]]), LOOK]),
+        Scenario("T12", "R2, R7", "The largest id", small(block(48, kernel_block_size=16)),
+                 [set_row(0, [715827881]), set_row(0, [715827882]), LOOK]),
+        Scenario("T13", "R4", "Permutations, and repeated rows", small(b16),
+                 [set_row(0, [1]), set_row(1, [2]), set_row(2, [3]), call("permute_rows", src=[0, 1, 2], dst=[1, 2, 0]),
+                  LOOK, call("append_rows", rows=[3, 3], block_ids=[[1, 2]], counts=[1, 1]),
+                  call("permute_rows", src=[2, 1], dst=[0, 2]), LOOK]),
+        Scenario("bulk", "R4, R6", "Bulk calls with counts for all groups, and for each", small(b16, block(8)),
+                 [call("append_rows", rows=[2, 0], block_ids=[[1, 2, 3], [4, 5, 6]], counts=[1, 2]),
+                  call("append_rows", rows=[0, 2], block_ids=[[7], [8, 9]], counts=[[1, 0], [0, 2]]), LOOK,
+                  call("append_rows", rows=[1, 0], block_ids=[[1, 2], None], counts=[1, 1]), LOOK,
+                  call("set_rows", rows=[0, 1], block_ids=[[5], [6]], counts=[0, 1]), LOOK,
+                  call("truncate_rows", rows=[2, 1], num_blocks=[0, 1]), LOOK,
+                  call("append_rows", rows=[1, 3], block_ids=[[1, 2, 3, 4], [1, 2, 3, 4]], counts=[4, 0]), LOOK]),
+        Scenario("evict", "R4, R7, R13", "null_range leaves later blocks where they are",
+                 small(block(8, kernel_block_size=4, null_is_pad=True)),
+                 [set_row(0, [5, 6, 7]), call("null_range", row=0, group=0, start=0, stop=2), LOOK, one([0, 8, 16, 23]),
+                  call("null_range", row=0, group=0, start=2, stop=4), call("truncate_row", row=0, num_blocks=1), LOOK],
+                 [[[X, X, 56, 63]]]),
+    ]  # fmt: skip
+
+
+def geometry() -> list[Scenario]:
+    """Vectors on block sizes, groups, rings, windows and edges."""
+    b16 = block(16)
+    hybrid = block(32, kernel_block_size=16)
+    return [
+        Scenario("B1", "R13", "A token never reaches another row", small(b16, width=2),
+                 [set_row(0, [5, 6]), set_row(1, [9, 10]), one([31, 32]), set_row(0, [5]), one([15, 16])],
+                 [[[111]], [[95]]]),
+        Scenario("B3", "R3, R12", "Rows lie a width apart", small(b16, width_alignment=96),
+                 [set_row(0, [1, 2, 3, 4]), set_row(1, [5, 6]), step([1], [0, 2], [0, 16])], [[[80, 96]]]),
+        Scenario("B4", "R12", "Slots are 64 bits wide", small(b16), [set_row(0, [200000000]), one([5])],
+                 [[[3200000005]]]),
+        Scenario("B4-large", "R12", "Slots are 64 bits wide", small(block(262144)), [set_row(0, [9000]), one([0])],
+                 [[[2359296000]]]),
+        Scenario("B5", "R13", "Positions below 0, and at the ends of 64 bits", small(b16),
+                 [set_row(0, [5]), one([-1, -(2**63), 2**63 - 1, 2**40, 3])], [[[X, X, X, X, 83]]]),
+        Scenario("G3", "R2, R12", "A block is several kernel blocks", small(hybrid),
+                 [set_row(0, [2, 5]), one([0, 17, 32, 63]), call("append_row", row=0, block_ids=[[7]]), LOOK],
+                 [[[64, 81, 160, 191]]]),
+        Scenario("G5", "R2, R12", "Edges of kernel blocks", small(hybrid),
+                 [set_row(0, [5, 9]), one([0, 15, 16, 31, 32, 47, 48])], [[[160, 175, 176, 191, 288, 303, 304]]]),
+        Scenario("G6", "R8, R12", "Groups of different block sizes", small(b16, block(32), block(8)),
+                 [set_row(0, [1, 2], [10], [4, 5, 6, 7]), one([20]),
+                  call("append_row", row=0, block_ids=[[], [11], []]), LOOK, call("append_row", row=0, block_ids=[[1], [2]]), LOOK], [[[36], [340], [52]]]),
+        Scenario("G7", "R12", "Blocks of three tokens", small(block(3)), [set_row(0, [7, 1, 4]), one(range(9))],
+                 [[[21, 22, 23, 3, 4, 5, 12, 13, 14]]]),
+        Scenario("G9", "R13, R14", "A ring wraps", small(block(4, slot_mode="ring")),
+                 [set_row(0, [7, 9]), one([0, 5, 8, 13]), one([0, 1], row=1)], [[[28, 37, 28, 37]], [[]]]),
+        Scenario("G10", "R11", "A sliding window", small(block(4, sliding_window=8), width=6),
+                 [set_row(0, range(11, 17)), one([19], num_computed_tokens=[19]), one([19])], [[[63]], [[63]]]),
+        Scenario("T11", "R3, R6", "Columns of alignment take no block",
+                 small(block(48, kernel_block_size=16), max_model_len=96, width_alignment=128),
+                 [set_row(0, [1, 2]), call("append_row", row=0, block_ids=[[3]]), LOOK]),
+        Scenario("none", "R3, R13", "A group without slots", small(b16, block(16, slot_mode="none", blocks_per_row=2)),
+                 [set_row(0, [1], [7, 8]), one([0, 1])], [[[16, 17], []]]),
+    ]  # fmt: skip
+
+
+def context_parallel() -> list[Scenario]:
+    """Vectors on ranks that share the tokens."""
+    c1 = ([640, X, X, X, X, X], [X, 640, 712, 767, X, 1152], [X, X, X, X, 684, X], [X, X, X, X, X, X])
+    c3 = [40, 41, X, X, 42, 43, X, X, 44, 45, X, X, 46, 47, X, X]
+    return [
+        *(Scenario(f"C1-{rank}", "R12, R18", "Ownership in interleaved tokens",
+                   small(block(128, kernel_block_size=64), width=8, context_parallel=shard(4, rank, 128)),
+                   [set_row(0, [5, 9]), one([0, 128, 200, 255, 300, 640])], [[slots]])
+          for rank, slots in enumerate(c1)),
+        Scenario("C2", "R12, R18", "A sharded and a replicated group",
+                 small(block(16), block(16, sharded=False), context_parallel=shard(2, 0, 1)),
+                 [set_row(0, [3], [4, 5]), one([0, 1, 2, 3, 20])], [[[48, X, 49, X, 58], [64, 65, 66, 67, 84]]]),
+        *(Scenario(f"C3-{rank}", "R12, R18", "Two tokens in turn", small(block(4), context_parallel=shard(2, rank, 2)),
+                   [set_row(0, [10, 11]), one(range(16))], [[slots]])
+          for rank, slots in enumerate((c3, c3[-2:] + c3[:-2]))),
+        Scenario("C5", "R12", "The second rank", small(block(16), context_parallel=shard(2, 1, 1)),
+                 [set_row(0, [5, 6]), one([0, 1, 2, 3, 4, 5, 32, 33])], [[[X, 80, X, 81, X, 82, X, 96]]]),
+        *(Scenario(f"C7-{rank}", "R11, R19", "A window over shared tokens",
+                   small(block(4, sliding_window=8), width=12, context_parallel=shard(2, rank, 2)),
+                   [set_row(0, range(11, 17)), one([29], num_computed_tokens=[29])])
+          for rank in range(2)),
+    ]  # fmt: skip
+
+
+def refusals() -> list[Scenario]:
+    """Vectors that must be rejected: configs, and operations that change nothing."""
+    b16 = block(16)
+    wrong_rows = [
+        set_row(4, [1], [1]),
+        set_row(-1, [1], [1]),
+        set_row(0, [0], [1]),
+        set_row(0, [-1], [1]),
+        set_row(0, [1], [10]),
+        set_row(0, [1]),
+        set_row(0, [1], [1], [1]),
+        call("append_rows", rows=[0, 1], block_ids=[[1, 1], [1, 1]], counts=[1]),
+        call("append_rows", rows=[0, 1], block_ids=[[1, 1], [1, 1]], counts=[1, 2]),
+        call("truncate_row", row=0, num_blocks=-1),
+        call("null_range", row=0, group=0, start=0, stop=3),
+        call("null_range", row=0, group=0, start=2, stop=1),
+        call("permute_rows", src=[0, 0], dst=[1, 2]),
+        call("permute_rows", src=[0], dst=[1, 2]),
+        call("move_row", src=0, dst=4),
+    ]
+    config = "ConfigError"
+    return [
+        Scenario("calls", "R6, R7", "Wrong calls change nothing", small(b16, block(8, num_blocks=10)),
+                 [set_row(0, [1, 2], [3]), *(operation for wrong in wrong_rows for operation in (wrong, LOOK))]),
+        Scenario("G4", "R1", "48 is no multiple of 32", small(block(48, kernel_block_size=32)), raises=config),
+        Scenario("G4-zero", "R1", "A kernel block of no tokens", small(block(16, kernel_block_size=0)), raises=config),
+        Scenario("G4-none", "R1", "A block of no tokens", small(block(0), max_model_len=64),
+                 raises=config),
+        Scenario("C4", "R18", "3 tokens in turn do not divide a block of 4",
+                 small(block(4), context_parallel=shard(2, 0, 3)), raises=config),
+        Scenario("rank", "R18", "A rank outside its world", small(b16, context_parallel=shard(2, 2, 1)), raises=config),
+        Scenario("ring", "R14", "A sharded ring", small(block(16, slot_mode="ring", sharded=True)), raises=config),
+        Scenario("B6", "R16", "More slots than 32 bits", small(block(64, num_blocks=33554433), slot_dtype="int32"),
+                 raises=config),
+        Scenario("B6-unknown", "R16", "int32 slots of a cache of unknown size", small(b16, slot_dtype="int32"),
+                 raises=config),
+    ]  # fmt: skip
+
+
+def histories() -> list[Scenario]:
+    """Long random histories over tables of several groups, one of them for each rank of a world of two."""
+    configs = [
+        small(block(4), block(6, kernel_block_size=2), width=5),
+        small(block(3), block(4, slot_mode="ring", blocks_per_row=2), block(8, sliding_window=6), width=6),
+        *(small(block(4), block(8, kernel_block_size=4, sharded=False), width=4, context_parallel=shard(2, rank, 2))
+          for rank in range(2)),
+    ]  # fmt: skip
+    return [
+        Scenario(f"history-{seed}", "R4, R9, R10, R12, R13, R15", "A random history", config, _history(config, seed))
+        for seed, config in enumerate(configs)
+    ]
+
+
+def _history(config: dict[str, Any], seed: int) -> list[Operation]:
+    generator = random.Random(seed)
+    num_groups, num_rows = len(config["groups"]), config["max_num_reqs"]
+    calls = []
+    for _ in range(24):
+        row, other = generator.randrange(num_rows), generator.randrange(num_rows)
+        ids = [[generator.randrange(1, 1000) for _ in range(generator.randrange(3))] for _ in range(num_groups)]
+        calls.append(
+            generator.choice(
+                [
+                    call("append_row", row=row, block_ids=ids),
+                    call("append_row", row=row, block_ids=ids),
+                    call("set_row", row=row, block_ids=ids),
+                    call("move_row", src=row, dst=other),
+                    call("swap_rows", a=row, b=other),
+                    call("copy_row", src=row, dst=other),
+                    call("truncate_row", row=row, num_blocks=generator.randrange(3)),
+                    _random_step(generator, config),
+                    _random_step(generator, config),
+                ]
+            )
+        )
+    return [*calls, LOOK, call("commit"), _random_step(generator, config)]
+
+
+def _random_step(generator: random.Random, config: dict[str, Any]) -> Operation:
+    num_reqs = generator.randrange(config["max_num_reqs"] + 1)
+    starts = [0]
+    for _ in range(num_reqs):
+        starts.append(starts[-1] + generator.randrange(5))
+    positions = [generator.randrange(-1, config["max_model_len"] + 2) for _ in range(starts[-1])]
+    mapping = [generator.randrange(-1, config["max_num_reqs"]) for _ in range(num_reqs)]
+    return step(mapping, starts, positions, num_reqs_padded=config["max_num_reqs"])
+
+
+FILES = {
+    "padding": padding,
+    "rows": rows,
+    "geometry": geometry,
+    "context_parallel": context_parallel,
+    "refusals": refusals,
+    "histories": histories,
+}
+
+
+def render(name: str) -> str:
+    """Return the text of one file: one line for each operation, so that a change shows as one."""
+    lines = ["{", f'"$comment": {json.dumps(COMMENT)},', f'"format": {FORMAT},', '"vectors": [']
+    vectors = [scenario.answered() for scenario in FILES[name]()]
+    for index, vector in enumerate(vectors):
+        operations = vector.pop("operations", None)
+        head = json.dumps(vector)[:-1]
+        end = "," if index + 1 < len(vectors) else ""
+        if operations is None:
+            lines.append(f"{head}}}{end}")
+        else:
+            body = ",\n".join(f" {json.dumps(operation)}" for operation in operations)
+            lines.append(f'{head}, "operations": [\n{body}\n]}}{end}')
+    return "\n".join([*lines, "]", "}", ""])
+
+
+def main(folder: Path = FOLDER) -> None:
+    """Write every file."""
+    for name in FILES:
+        (folder / f"{name}.json").write_text(render(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The golden vectors, on the backend under test."""
+
+from __future__ import annotations
+
+import pytest
+
+from blocktable import BlockTableError
+from blocktable_conformance import golden
+from blocktable_conformance.asserts import check, fail
+from blocktable_conformance.subject import Subject
+
+VECTORS = list(golden.load())
+
+
+@pytest.mark.parametrize("vector", [vector for vector in VECTORS if vector.raises is None], ids=repr)
+def test_golden_vector(subject: Subject, vector: golden.Vector) -> None:
+    """Every answer of the history is the one that is written down.
+
+    Rules: R2, R3, R4, R5, R6, R7, R8, R9, R10, R11, R12, R13, R14, R15, R18.
+    """
+    answers = golden.TableAnswers(subject, golden.config_of(vector.config))
+    for index, operation in enumerate(vector.operations):
+        got = answers.answer(operation["call"], operation["args"])
+        _compare(vector, f"operation {index}, {operation['call']}({operation['args']})", got, operation["expect"])
+
+
+def _compare(vector: golden.Vector, where: str, got: golden.Answer, expected: golden.Answer) -> None:
+    where = f"vector {vector.id} ({vector.title}), {where}"
+    check(set(got) == set(expected), vector.rules, f"{where} must answer {sorted(expected)}, got {got}")
+    for key, value in expected.items():
+        if key == "raises":
+            check(got[key] == value, vector.rules, f"{where} must raise {value}, got {got[key]}")
+            continue
+        for group, (seen, wanted) in enumerate(zip(got[key], value, strict=True)):
+            check(seen == wanted, vector.rules, f"{where}: {key} of group {group} must be {wanted}, got {seen}")
+
+
+@pytest.mark.parametrize("vector", [vector for vector in VECTORS if vector.raises is not None], ids=repr)
+def test_config_that_must_be_rejected(subject_once: Subject, vector: golden.Vector) -> None:
+    """The config is refused with the error that is written down.
+
+    Rules: R1, R3, R14, R16, R18.
+    """
+    try:
+        golden.config_of(vector.config)
+    except BlockTableError as error:
+        check(type(error).__name__ == vector.raises, vector.rules, f"{vector.id} must raise {vector.raises}: {error!r}")
+    else:
+        fail(vector.rules, f"vector {vector.id} ({vector.title}): the config must be refused.")
