@@ -47,6 +47,7 @@ class Batch:
         num_reqs: requests in the batch.
         num_reqs_padded: batch rows to produce; rows from `num_reqs` on are NULL.
         num_computed_tokens: [num_reqs] int32. Batch index -> tokens computed before this step (R11).
+        num_positions: entries of `positions`; an array may not say it itself.
     """
 
     idx_mapping: Array | None
@@ -55,6 +56,7 @@ class Batch:
     num_reqs: int
     num_reqs_padded: int
     num_computed_tokens: Array | None = None
+    num_positions: int = 0
 
 
 class Writes:

@@ -375,9 +375,9 @@ class BlockTable:
 
         Rules: R12-R17, R22.
         """
-        self._require_tokens(query_start_loc)
+        self._require_tokens(query_start_loc, positions)
         batch = self._batch(idx_mapping, query_start_loc, positions, None, None, None)
-        num_tokens = vector_length("positions", positions, "int64")
+        num_tokens = batch.num_positions
         handle = self._stream(stream, positions)
         if isinstance(out, StepBuffers) or out is None:
             self._check_num_tokens(num_tokens, num_tokens_padded, self.config.max_num_batched_tokens)
@@ -409,12 +409,11 @@ class BlockTable:
 
         Rules: R9-R17, R22.
         """
-        self._require_tokens(query_start_loc)
+        self._require_tokens(query_start_loc, positions)
         batch = self._batch(
             idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, will_commit=True
         )
-        num_tokens = vector_length("positions", positions, "int64")
-        self._check_num_tokens(num_tokens, num_tokens_padded, self.config.max_num_batched_tokens)
+        self._check_num_tokens(batch.num_positions, num_tokens_padded, self.config.max_num_batched_tokens)
         views, buffers = self._views_of(out), self._buffers(out)
         handle = self._stream(stream, positions)
         if self._is_fused:
@@ -448,7 +447,7 @@ class BlockTable:
         )
         for idx_mapping in (dummy, None):
             for num_computed_tokens in (None, computed):
-                batch = Batch(idx_mapping, starts, positions, 1, 1, num_computed_tokens)
+                batch = Batch(idx_mapping, starts, positions, 1, 1, num_computed_tokens, 1)
                 self.store.gather(batch, buffers, stream=None)
                 self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=None)
         self.backend.synchronize(self.device)
@@ -522,7 +521,8 @@ class BlockTable:
                 raise ArgumentError(f"num_computed_tokens must hold {requests} entries, one a request, got {length}.")
         if idx_mapping is None and padded > requests:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
-        return Batch(idx_mapping, query_start_loc, positions, requests, padded, num_computed_tokens)
+        num_positions = 0 if positions is None else vector_length("positions", positions, "int64")
+        return Batch(idx_mapping, query_start_loc, positions, requests, padded, num_computed_tokens, num_positions)
 
     def _num_reqs(self, idx_mapping: Array | None, query_start_loc: Array | None, num_reqs: int | None) -> int:
         found: dict[str, int] = {}
@@ -545,9 +545,11 @@ class BlockTable:
             raise ArgumentError(f"A batch of {requests} requests is above max_num_reqs {self.config.max_num_reqs}.")
         return requests
 
-    def _require_tokens(self, query_start_loc: Array | None) -> None:
+    def _require_tokens(self, query_start_loc: Array | None, positions: Array | None) -> None:
         if query_start_loc is None:
             raise DtypeError("query_start_loc must be an int32 array of num_reqs + 1 entries, got None.")
+        if positions is None:
+            raise DtypeError("positions must be an int64 array of at least num_tokens entries, got None.")
 
     def _require_empty_rows(self, start: int, stop: int, *, will_commit: bool) -> None:
         occupied = np.flatnonzero(self._rows.filled[:, start:stop].any(0))

@@ -1,4 +1,4 @@
-"""The CuPy backend where there is no GPU: kernels.cu compiled for real ones, its launchers, its staging, its refusals."""
+"""The CuPy backend without a GPU: kernels.cu compiled for real ones, its launchers, staging and refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from blocktable_cupy import CupyBackend, device, emulation, kernels
 
 ARCHITECTURES = (80, 90, 100)
@@ -31,7 +32,8 @@ def _compile_by_nvcc(architecture: int, slot_type: str, folder: Path) -> str | N
         return None
     source, target = folder / "kernels.cu", folder / "kernels.ptx"
     source.write_text(emulation.kernel_source())
-    command = [nvcc, "-std=c++17", "-ptx", f"-arch=sm_{architecture}", f"-DSLOT_T={slot_type}", source, "-o", target]
+    options = ["-std=c++17", "-ptx", f"-arch=sm_{architecture}", f"-DSLOT_T={slot_type}"]
+    command = [nvcc, *options, str(source), "-o", str(target)]
     subprocess.run(command, check=True)
     return target.read_text()
 

@@ -158,7 +158,7 @@ class CupyDevice:
             handle = self._cupy.cuda.get_current_stream().ptr
         found = self._streams.get(handle)
         if found is None:
-            found = self._streams[handle] = self._cupy.cuda.ExternalStream(handle, self.index)
+            found = self._streams[handle] = _external_stream(self._cupy.cuda, handle)
         return found
 
     def is_capturing(self, stream: Any) -> bool:
@@ -185,6 +185,22 @@ class CupyDevice:
     def order(self, before: Any, after: Any) -> None:
         """Make what comes on stream `after` wait for what is on stream `before`, without a host wait."""
         after.wait_event(self.mark(before))
+
+
+class _Handle:
+    """A stream's handle, as the CUDA stream protocol says it."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def _external_stream(cuda: Any, handle: int) -> Any:
+    if hasattr(cuda.Stream, "from_external"):  # CuPy 14
+        return cuda.Stream.from_external(_Handle(handle))
+    return cuda.ExternalStream(handle)
 
 
 @cache
@@ -221,7 +237,8 @@ def mapped_memory_works(device: int) -> bool:
     gpu = CupyDevice(device, "mapped")
     slot, target = gpu.staging_slot(8), gpu.full(1, 0, "int32")
     scatter = gpu.kernel("scatter_writes", "int64")
-    stream = gpu.stream(None)
+    with gpu.current():
+        stream = gpu.stream(None)
     offsets, starts, values = (np.uint64(slot.address + shift) for shift in (0, 8, 16))
     slot.host[:] = 0
     slot.host[3] = 1

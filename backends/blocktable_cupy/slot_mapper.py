@@ -41,7 +41,6 @@ class CupySlotMapper:
         self, batch: Batch, inputs: Inputs, first_group: int, num_groups: int, slots: int, stride: int, num_slots: int
     ) -> None:
         store = self.store
-        assert batch.positions is not None
         launch_map_slots(
             self._kernel,
             store.tile,
@@ -49,7 +48,7 @@ class CupySlotMapper:
             inputs.query_start_loc,
             inputs.positions,
             batch.num_reqs,
-            batch.positions.shape[0],
+            batch.num_positions,
             store.config.max_num_reqs,
             store.groups_address,
             first_group,
