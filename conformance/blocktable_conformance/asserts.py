@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -34,6 +36,27 @@ def check(condition: bool, rules: str, message: str) -> None:
     """Fail naming the rules unless `condition` holds."""
     if not condition:
         fail(rules, message)
+
+
+@dataclass
+class Raised:
+    """What `must_raise` caught."""
+
+    message: str = ""
+
+
+@contextmanager
+def must_raise(error: type[Exception], rules: str, what: str) -> Iterator[Raised]:
+    """Fail naming the rules unless the block raises `error`."""
+    raised = Raised()
+    try:
+        yield raised
+    except error as caught:
+        raised.message = str(caught)
+    except Exception as other:
+        fail(rules, f"{what} must raise {error.__name__}, but raised {type(other).__name__}: {other}")
+    else:
+        fail(rules, f"{what} must raise {error.__name__}, but was accepted.")
 
 
 def check_array(got: HostArray, dtype: str, shape: tuple[int, ...], rules: str, what: str) -> None:

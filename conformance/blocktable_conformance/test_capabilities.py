@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from blocktable import CAPABILITIES, PROTOCOL_VERSION, BlockTable, KVCacheGroup, UnsupportedError
-from blocktable_conformance.asserts import check, fail
+from blocktable_conformance.asserts import check, must_raise
 from blocktable_conformance.cases import make, one_request, small_config
 from blocktable_conformance.subject import Subject
 
@@ -26,14 +28,11 @@ def require_absence(subject: Subject, capability: str) -> None:
         pytest.skip(f"{subject.label} declares {capability}")
 
 
-def must_be_refused(what: str, call: Any) -> None:
-    """Check that a call raises UnsupportedError, in a sentence."""
-    try:
+def must_be_refused(rules: str, what: str, call: Callable[[], Any]) -> None:
+    """Check that a call raises UnsupportedError, in a sentence: the capability is not declared."""
+    with must_raise(UnsupportedError, rules, what) as raised:
         call()
-    except UnsupportedError as error:
-        check(len(str(error).split()) > 5, "R16, R21, R22", f"the refusal of {what} must be a sentence: {error}")
-        return
-    fail("R16, R21, R22", f"{what} must be refused with UnsupportedError: the capability is not declared.")
+    check(len(raised.message.split()) > 5, rules, f"the refusal of {what} must be a sentence: {raised.message}")
 
 
 def test_a_backend_describes_itself(subject_once: Subject) -> None:
@@ -89,7 +88,7 @@ def test_int32_slots_are_refused_where_not_declared(subject_once: Subject) -> No
     Rules: R16.
     """
     require_absence(subject_once, "int32_slots")
-    must_be_refused('slot_dtype="int32"', lambda: subject_once.table(small_config(GROUP, slot_dtype="int32")))
+    must_be_refused("R16", 'slot_dtype="int32"', lambda: subject_once.table(small_config(GROUP, slot_dtype="int32")))
 
 
 def test_a_fused_step_is_refused_where_not_declared(subject_once: Subject) -> None:
@@ -99,7 +98,7 @@ def test_a_fused_step_is_refused_where_not_declared(subject_once: Subject) -> No
     """
     require_absence(subject_once, "fused_step")
     config = small_config(GROUP)
-    must_be_refused('step_path="fused"', lambda: BlockTable(config, subject_once.backend, step_path="fused"))
+    must_be_refused("R21", 'step_path="fused"', lambda: BlockTable(config, subject_once.backend, step_path="fused"))
 
 
 def test_a_fused_step_is_one_call(subject: Subject) -> None:
@@ -127,11 +126,11 @@ def test_streams_are_refused_where_not_declared(subject: Subject) -> None:
     inputs = [subject.device_array(v, d) for v, d in (([0], "int32"), ([0, 1], "int32"), ([0], "int64"))]
     launches = subject.watch.launches
     for stream in (0, 1, 2):
-        must_be_refused("commit(stream=)", lambda stream=stream: pair.table.commit(stream=stream))
-        must_be_refused("gather(stream=)", lambda stream=stream: pair.table.gather(inputs[0], stream=stream))
-        must_be_refused(
-            "compute_slot_mappings(stream=)",
-            lambda stream=stream: pair.table.compute_slot_mappings(*inputs, stream=stream),
-        )
-        must_be_refused("step(stream=)", lambda stream=stream: pair.table.step(*inputs, stream=stream))
+        for call in (
+            pair.table.commit,
+            partial(pair.table.gather, inputs[0]),
+            partial(pair.table.compute_slot_mappings, *inputs),
+            partial(pair.table.step, *inputs),
+        ):
+            must_be_refused("R22", f"stream={stream}", partial(call, stream=stream))
     check(subject.watch.launches == launches, "R22", "something was launched, or committed, before the refusal.")
