@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`."""
-        raise UsageError(f"{message[:1].upper()}{message[1:]}; see `{self.prog} --help`.")
+        raise UsageError(f"{message.rstrip('.')}; see `{self.prog} --help`.")
 
 
 def say(text: str) -> None:
@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 when all is well, 1 when something was found, 2 for a wrong call."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(arguments)
+        status = _run(arguments)
+        sys.stdout.flush()  # here, where a reader who has left can be told from a fault
+        return status
     except BlockTableError as error:
         warn(str(error))
         return USAGE_ERROR

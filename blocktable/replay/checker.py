@@ -103,10 +103,11 @@ def expected_slots(
     geometry = config.groups[group]
     slots = np.full(size, PAD_SLOT_ID, np.int64)
     last = min(int(query_start_loc[-1]), positions.size, size)
-    first = min(int(query_start_loc[0]), last)
+    first = max(int(query_start_loc[0]), 0)
     if geometry.slot_mode == "none" or last <= first:
         return slots
-    handle = np.repeat(handles, np.diff(query_start_loc))[: last - first].astype(np.int64, copy=False)
+    lengths = np.diff(np.clip(query_start_loc, first, last))
+    handle = np.repeat(handles, lengths).astype(np.int64, copy=False)
     position = positions[first:last]
     has_line = (handle >= 0) & (handle < counts.size)
     line = np.where(has_line, handle, 0)
