@@ -17,9 +17,10 @@ from blocktable.errors import (
     UnknownBackendError,
     UnsupportedError,
 )
+from blocktable.graph import KernelNode, StepGraph
 from blocktable.protocols import Array, Backend, Batch, BlockStore, SlotMapper, Step, StepBuffers, Writes, ranges
 from blocktable.registry import BackendInfo, get_backend, list_backends
-from blocktable.staging import StagingRing, pack_writes, staged_entries, staging_mode, steady_entries
+from blocktable.staging import StagingRing, pack_changes, pack_writes, staged_entries, staging_mode, steady_entries
 from blocktable.streams import address_of, stream_handle
 from blocktable.table import BlockTable, SlotLocation
 
@@ -46,6 +47,7 @@ __all__ = [
     "ContextParallel",
     "DtypeError",
     "KVCacheGroup",
+    "KernelNode",
     "RowCapacityError",
     "RowIndexError",
     "SlotLocation",
@@ -53,12 +55,14 @@ __all__ = [
     "StagingRing",
     "Step",
     "StepBuffers",
+    "StepGraph",
     "UnknownBackendError",
     "UnsupportedError",
     "Writes",
     "address_of",
     "get_backend",
     "list_backends",
+    "pack_changes",
     "pack_writes",
     "ranges",
     "row_capacity",

@@ -48,6 +48,7 @@ class Batch:
         num_reqs_padded: batch rows to produce; rows from `num_reqs` on are NULL.
         num_computed_tokens: [num_reqs] int32. Batch index -> tokens computed before this step (R11).
         num_positions: entries of `positions`; an array may not say it itself.
+        wants_tables: whether a fused step must gather; else the caller is given the table's own rows (R10).
     """
 
     idx_mapping: Array | None
@@ -57,6 +58,7 @@ class Batch:
     num_reqs_padded: int
     num_computed_tokens: Array | None = None
     num_positions: int = 0
+    wants_tables: bool = True
 
 
 class Writes:

@@ -279,7 +279,8 @@ class HostRows:
     # Steps of an operation.
 
     def _starts(self, rows: IntArray) -> IntArray:
-        return self._group_offsets + rows * self._widths
+        starts: IntArray = self._group_offsets + rows * self._widths
+        return starts
 
     def _kernel_ids(self, ids: IntArray, blocks: IntArray) -> IntArray:
         """Expand manager ids, group after group, into kernel ids (R2)."""

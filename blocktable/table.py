@@ -340,7 +340,7 @@ class BlockTable:
         views = self._views_of(out)
         batch = self._batch(idx_mapping, None, None, num_reqs, num_reqs_padded, num_computed_tokens)
         handle = self._stream(stream, idx_mapping)
-        if self._needs_gather(batch):
+        if batch.wants_tables:
             self.store.gather(batch, self._buffers(out), stream=handle)
         return self._block_table_views(views, self._buffers(out), batch)
 
@@ -420,7 +420,7 @@ class BlockTable:
             self._commit(handle, lambda writes, handle: self._fused_step(writes, batch, buffers, handle))
         else:
             self._commit(handle, self._write_changes)
-            if self._needs_gather(batch):
+            if batch.wants_tables:
                 self.store.gather(batch, buffers, stream=handle)
             self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=handle)
         return self._step_view(views, buffers, batch, num_tokens_padded)
@@ -522,7 +522,18 @@ class BlockTable:
         if idx_mapping is None and padded > requests:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
         num_positions = 0 if positions is None else vector_length("positions", positions, "int64")
-        return Batch(idx_mapping, query_start_loc, positions, requests, padded, num_computed_tokens, num_positions)
+        # With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy.
+        wants_tables = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
+        return Batch(
+            idx_mapping,
+            query_start_loc,
+            positions,
+            requests,
+            padded,
+            num_computed_tokens,
+            num_positions,
+            wants_tables,
+        )
 
     def _num_reqs(self, idx_mapping: Array | None, query_start_loc: Array | None, num_reqs: int | None) -> int:
         found: dict[str, int] = {}
@@ -587,10 +598,6 @@ class BlockTable:
             if isinstance(array, np.ndarray) and not array.flags.writeable:
                 raise ArgumentError(f"{name} is read-only.")
         return tuple(out)
-
-    def _needs_gather(self, batch: Batch) -> bool:
-        """With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy."""
-        return batch.idx_mapping is not None or (batch.num_computed_tokens is not None and self._has_windows)
 
     # Views.
 

@@ -25,6 +25,8 @@ class CupyBackend:
     def __init__(self) -> None:
         self.is_emulated = is_emulated()
         declared = {"int32_slots"} if self.is_emulated else {"int32_slots", "streams", "graph_capture"}
+        if self.is_emulated or importlib.util.find_spec("cuda") is not None:
+            declared.add("fused_step")
         self.capabilities = frozenset(declared)
         self.description = "cupy (host emulation)" if self.is_emulated else "cupy"
 
@@ -53,8 +55,13 @@ class CupyBackend:
         """Sentences on what runs instead of the first choice."""
         if self.is_emulated:
             return ()
+        sentences = []
         staging = self._device(None).staging
-        return () if staging.startswith("mapped") else (f"changes travel in {staging}: mapped memory is not used here",)
+        if not staging.startswith("mapped"):
+            sentences.append(f"changes travel in {staging}: mapped memory is not used here")
+        if "fused_step" not in self.capabilities:
+            sentences.append("steps are separate launches: the fused step needs the package cuda-bindings")
+        return tuple(sentences)
 
     @property
     def num_compilations(self) -> int:

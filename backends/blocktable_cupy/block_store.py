@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from blocktable import (
     Writes,
     pack_writes,
     staged_entries,
+    staging_mode,
     steady_entries,
 )
 from blocktable_cupy.device import refuse_capture
+from blocktable_cupy.fused_step import APPLY_KERNELS, FusedStep
 from blocktable_cupy.kernels import launch_gather_block_tables, launch_null_stale_columns, launch_scatter_writes
 
 EMULATED_TILE = 32
@@ -34,8 +37,8 @@ class CupyBuffers(StepBuffers):
     """Outputs, and what they are views of.
 
     Attributes:
-        batch: [arena.size + 1] int32. The batch tables and how many columns each row holds, laid out as the arena; then
-            how many rows the last batch had.
+        batch: [arena.size + 2 + num_groups * max_num_reqs] int32. The batch tables and how many columns each row holds,
+            laid out as the arena; then how many rows the last batch had, and the fused step's copy of these counts.
         slots: [num_groups * max_num_batched_tokens] of the slot dtype.
     """
 
@@ -47,13 +50,14 @@ class Inputs(NamedTuple):
     """One call's inputs as addresses, 0 where there is none, and the native stream to launch on."""
 
     stream: Any
+    is_capturing: bool
     positions: int
     idx_mapping: int
     query_start_loc: int
     num_computed_tokens: int
 
 
-INPUTS = Inputs._fields[1:]  # positions first: it is the one of 8-byte entries
+INPUTS = Inputs._fields[2:]  # positions first: it is the one of 8-byte entries
 
 
 class CupyBlockStore:
@@ -74,8 +78,13 @@ class CupyBlockStore:
         slots = [device.staging_slot(self._steady_entries) for _ in range(config.steps_in_flight)]
         self._writes_ring: StagingRing[Any] = StagingRing(slots, device.wait)
         self._inputs_ring: StagingRing[Any] | None = None  # made when host arrays first come
+        self._fused: weakref.WeakKeyDictionary[StepBuffers, FusedStep] = weakref.WeakKeyDictionary()
         self._last_stream: Any = None
         self._captured_stream: Any = None
+        nothing = np.empty(0, np.int64)
+        self._no_writes = Writes(config.arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32))
+        self._takes_params = staging_mode() in ("auto", "params")
+        self.mapper: Any = None  # the slot mapper over this store, once it is made
         device.synchronize()  # the fills ran on whatever stream was current
 
     def enter(self, handle: int | None) -> tuple[Any, bool]:
@@ -133,7 +142,7 @@ class CupyBlockStore:
 
     def create_buffers(self) -> CupyBuffers:
         arena, device = self.config.arena, self.device
-        batch = device.full(arena.size + 1, NULL_BLOCK_ID, "int32")
+        batch = device.full(arena.size + 2 + arena.num_groups * arena.num_rows, NULL_BLOCK_ID, "int32")
         num_tokens = self.config.max_num_batched_tokens
         slots = device.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
         device.synchronize()
@@ -169,6 +178,39 @@ class CupyBlockStore:
                 self._gather, self.tile, inputs.idx_mapping, inputs.num_computed_tokens, *sizes, *tail
             )
 
+    def step(self, writes: Writes, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        """Do a whole step; inside a foreign capture by the plain kernels (R21)."""
+        assert isinstance(out, CupyBuffers)
+        with self.device.current(), self.inputs(batch, stream) as inputs:
+            if inputs.is_capturing:
+                refuse_capture(writes.offsets.size > 0, "A step with pending changes")
+                self._plain_step(batch, out, stream)
+                return
+            fused = self._fused.get(out) or self._make_fused_step(out)
+            if not (self._takes_params and fused.pack(writes)):
+                fused.pack(self._no_writes)
+                self.write(writes, stream=stream)
+            addresses = (
+                inputs.idx_mapping,
+                inputs.num_computed_tokens,
+                inputs.query_start_loc,
+                inputs.positions,
+            )
+            fused.run(batch, addresses, inputs.stream)
+
+    def _plain_step(self, batch: Batch, out: StepBuffers, stream: int | None) -> None:
+        if batch.wants_tables:
+            self.gather(batch, out, stream=stream)
+        self.mapper.compute_slot_mappings(batch, out.slot_mappings, stream=stream)
+
+    def _make_fused_step(self, out: CupyBuffers) -> FusedStep:
+        address = self.device.address
+        names = [*(name for name, _ in APPLY_KERNELS), "step_batch"]
+        kernels = {name: self.device.kernel(name, self.config.slot_dtype) for name in names}
+        addresses = (self.groups_address, self.arena_address, address(out.batch), address(out.slots))
+        made = self._fused[out] = FusedStep(self.config, kernels, self.device.step_runner, addresses)
+        return made
+
     @contextmanager
     def inputs(self, batch: Batch, handle: int | None) -> Iterator[Inputs]:
         """Give a batch's arrays as addresses, host arrays staged; leave it once everything is launched."""
@@ -182,7 +224,7 @@ class CupyBlockStore:
             elif array is not None:
                 addresses[name] = device.address(array)
         if not host:
-            yield Inputs(stream, **addresses)
+            yield Inputs(stream, capturing, **addresses)
             return
         refuse_capture(capturing, "A step over host arrays")
         ring = self._host_inputs_ring()
@@ -194,7 +236,7 @@ class CupyBlockStore:
             addresses[name] = slot.address + 4 * end
             end += entries.size
         device.send(slot, end, stream)
-        yield Inputs(stream, **addresses)
+        yield Inputs(stream, capturing, **addresses)
         ring.release(device.mark(stream))
 
     def _host_inputs_ring(self) -> StagingRing[Any]:

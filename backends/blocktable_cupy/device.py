@@ -10,6 +10,7 @@ import numpy as np
 
 from blocktable import ArgumentError, BlockTableError, address_of
 from blocktable_cupy.emulation import EmulatedKernel, build_library, kernel_source
+from blocktable_cupy.fused_step import GraphRunner, HostRunner
 
 SLOT_TYPES = {"int64": "long long", "int32": "int"}
 
@@ -33,6 +34,7 @@ class HostDevice:
 
     staging = "host memory"
     takes_host_arrays = True
+    step_runner = HostRunner
 
     def __init__(self, device: Any = None) -> None:
         if device is not None:
@@ -97,6 +99,7 @@ class CupyDevice:
     """
 
     takes_host_arrays = False
+    step_runner = GraphRunner
 
     def __init__(self, device: Any = None, staging: str = "auto") -> None:
         import cupy
@@ -106,9 +109,8 @@ class CupyDevice:
         self.index = _device_index(device, self._runtime.getDevice())
         self._device = cupy.cuda.Device(self.index)
         self._streams: dict[int, Any] = {}
-        if staging == "params":
-            raise ArgumentError("BLOCKTABLE_STAGING=params is for the fused step; choose auto, mapped or copy.")
-        self._is_mapped = staging == "mapped" or (staging == "auto" and mapped_memory_works(self.index))
+        # Changes that fit travel in the launch's parameters; this is for the others, and for commit().
+        self._is_mapped = staging == "mapped" or (staging != "copy" and mapped_memory_works(self.index))
         self.staging = "mapped pinned memory" if self._is_mapped else "pinned memory and copies"
 
     def current(self) -> AbstractContextManager[Any]:

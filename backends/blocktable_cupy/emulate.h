@@ -9,6 +9,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __restrict__
+#define __grid_constant__
 
 struct Index3 {
   unsigned x, y, z;

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 EMULATE_VARIABLE = "BLOCKTABLE_CUPY_EMULATE"
-KERNEL_NAME = re.compile(r'extern "C" __global__ void (\w+)\(')
+KERNEL_NAME = re.compile(r'^(?:extern "C" __global__ void |APPLY_CHANGES\()([a-z]\w+)', re.MULTILINE)
 
 
 def is_emulated() -> bool:
@@ -71,5 +71,9 @@ class EmulatedKernel:
 
     def __call__(self, grid: tuple[int, int], block: tuple[int], args: Sequence[Any], stream: Any = None) -> None:
         cells = [np.asarray(argument) for argument in args]
-        addresses = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
-        self._launch(ctypes.c_uint(grid[0]), ctypes.c_uint(grid[1]), ctypes.c_uint(block[0]), addresses)
+        self.launch(grid, block[0], [cell.ctypes.data for cell in cells])
+
+    def launch(self, grid: tuple[int, int], block: int, addresses: Sequence[int]) -> None:
+        """Run over the grid; `addresses` say where each argument lies, as for cuLaunchKernel."""
+        arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._launch(ctypes.c_uint(grid[0]), ctypes.c_uint(grid[1]), ctypes.c_uint(block), arguments)

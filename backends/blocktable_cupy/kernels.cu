@@ -2,8 +2,9 @@
 // Compiled by NVRTC on a GPU, and by the host's C++ compiler over emulate.h where there is none.
 //
 // A table's memory is one arena: filled counts [num_groups, max_num_reqs], then each group's rows [max_num_reqs, width].
-// A batch has the same layout, and one entry behind it: its counts say how many columns each batch row holds, the last
-// entry how many rows the last batch had.
+// A batch has the same layout, so its counts say how many columns each batch row holds; behind it lie how many rows the
+// last batch had, and a copy of these counts that the fused step makes for itself: [arena_size + 2 + num_groups *
+// max_num_reqs] in all.
 
 #ifndef SLOT_T
 #define SLOT_T long long  // int where slot_dtype is int32
@@ -86,7 +87,7 @@ extern "C" __global__ void null_stale_columns(
     int num_groups,
     const int* __restrict__ arena,  // [arena_size]
     int64 arena_size,
-    int* __restrict__ batch  // [arena_size + 1], tables written, counts read
+    int* __restrict__ batch  // [arena_size + 1 ..], tables written, counts read
 ) {
   // Rows behind this batch hold what a larger one left; further ones are NULL, whatever their old counts say.
   int held_rows = batch[arena_size];
@@ -105,6 +106,30 @@ extern "C" __global__ void null_stale_columns(
   }
 }
 
+// Write the columns that one batch row's row fills, by threads first_thread, first_thread + num_threads, ...
+static __device__ __forceinline__ int gather_row(
+    const int* idx_mapping, const int* num_computed_tokens, int num_reqs, int max_num_reqs, const Group& group, int g,
+    const int* arena, int* batch, int i, int first_thread, int num_threads
+) {
+  // step 2: how many columns its row fills
+  int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+  int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
+  // step 3: how many of them the window has left behind
+  int64 first = 0;
+  if (num_computed_tokens && group.sliding_window && i < num_reqs) {
+    first = num_computed_tokens[i] - group.sliding_window + 1;
+    first = first < 0 ? 0 : first;
+    if (group.world_size > 1) first = local_length(group, first);
+    first /= group.tokens_per_column;
+  }
+  // step 4: store the columns in use, NULL before them
+  const int* table_row = arena + group.table_start + (row < 0 ? 0 : row) * group.width;
+  int* batch_row = batch + group.table_start + i * group.width;
+  for (int column = first_thread; column < columns; column += num_threads)
+    batch_row[column] = column < first ? NULL_BLOCK_ID : table_row[column];
+  return columns;
+}
+
 // Write the columns that the batch's rows fill, and remember how many there are.
 extern "C" __global__ void gather_block_tables(
     const int* __restrict__ idx_mapping,          // [num_reqs], batch index -> row; null: identity
@@ -116,33 +141,70 @@ extern "C" __global__ void gather_block_tables(
     int num_groups,
     const int* __restrict__ arena,  // [arena_size]
     int64 arena_size,
-    int* __restrict__ batch  // [arena_size + 1], written
+    int* __restrict__ batch  // [arena_size + 1 ..], written
 ) {
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
   // step 1: which batch row and group
   for (int g = blockIdx.y; g < num_groups; g += gridDim.y) {
     Group group = groups[g];
     for (int i = blockIdx.x; i < num_reqs_padded; i += gridDim.x) {
-      // step 2: how many columns its row fills
-      int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
-      int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
-      // step 3: how many of them the window has left behind
-      int64 first = 0;
-      if (num_computed_tokens && group.sliding_window && i < num_reqs) {
-        first = num_computed_tokens[i] - group.sliding_window + 1;
-        first = first < 0 ? 0 : first;
-        if (group.world_size > 1) first = local_length(group, first);
-        first /= group.tokens_per_column;
-      }
-      // step 4: store the columns in use, NULL before them
-      const int* table_row = arena + group.table_start + (row < 0 ? 0 : row) * group.width;
-      int* batch_row = batch + group.table_start + i * group.width;
-      for (int column = threadIdx.x; column < columns; column += blockDim.x)
-        batch_row[column] = column < first ? NULL_BLOCK_ID : table_row[column];
+      int columns = gather_row(
+          idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, group, g, arena, batch, i, threadIdx.x, blockDim.x
+      );
       // step 5: remember how many columns the batch row holds
       if (threadIdx.x == 0) batch[(int64)g * max_num_reqs + i] = columns;
     }
   }
+}
+
+// Return the slot of one token of one group.
+static __device__ __forceinline__ int64 map_token(
+    const int* idx_mapping, const int* query_start_loc, const int64* positions, int num_reqs, int num_tokens,
+    int max_num_reqs, const Group& group, int g, const int* arena, int64 token
+) {
+  // step 2: PAD behind the last real token
+  if (token >= num_tokens || group.slot_mode == SLOT_MODE_NONE) return PAD_SLOT_ID;
+  // step 3: which request and row
+  int request = (int)token, end = num_reqs;
+  bool is_guess = token < num_reqs && query_start_loc[token] <= token && token < query_start_loc[token + 1];
+  if (!is_guess) {  // else the token has its request's index, as in decode
+    request = -1;
+    while (end - request > 1) {
+      int middle = request + (end - request) / 2;
+      if (query_start_loc[middle] <= token) request = middle;
+      else end = middle;
+    }
+  }
+  int row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
+  int64 columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
+  int64 position = positions[token];
+  if (columns <= 0 || position < 0) return PAD_SLOT_ID;
+  // step 4: whose token it is, and its index among this rank's tokens
+  int64 local = position;
+  if (group.world_size > 1) {
+    int64 turn = divide(position, group.interleave_size);
+    int64 round = divide(turn, group.world_size);
+    if (turn - round * group.world_size != group.rank) return PAD_SLOT_ID;
+    local = round * group.interleave_size + (position - turn * group.interleave_size);
+  }
+  if (group.slot_mode == SLOT_MODE_RING) {
+    int64 ring = columns * group.tokens_per_column;
+    local = position - divide(position, ring) * ring;
+  }
+  // step 5: which column, and whether the row fills it
+  int64 column = divide(local, group.tokens_per_column);
+  if (column >= columns) return PAD_SLOT_ID;
+  // step 6: which kernel block
+  int64 block_id = arena[group.table_start + row * group.width + column];
+  if (group.null_is_pad && block_id < group.blocks_per_kv_block) return PAD_SLOT_ID;
+  return block_id * group.tokens_per_column + (local - column * group.tokens_per_column);
+}
+
+// How many tokens are real, whatever query_start_loc says.
+static __device__ __forceinline__ int real_tokens(const int* query_start_loc, int num_reqs, int num_positions, int num_slots) {
+  int num_tokens = query_start_loc[num_reqs];
+  num_tokens = num_tokens > num_positions ? num_positions : num_tokens;
+  return num_tokens > num_slots ? num_slots : num_tokens;
 }
 
 // Write the slot of every token, and PAD from the last real token to the end of the slots.
@@ -161,58 +223,135 @@ extern "C" __global__ void map_slots(
     int64 slots_stride,
     int num_slots
 ) {
-  int num_tokens = query_start_loc[num_reqs];
-  if (num_tokens > num_positions) num_tokens = num_positions;
-  if (num_tokens > num_slots) num_tokens = num_slots;
+  int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
   // step 1: which token and group
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y) {
     int g = first_group + y;
     Group group = groups[g];
     for (int64 token = (int64)blockIdx.x * blockDim.x + threadIdx.x; token < num_slots;
          token += (int64)gridDim.x * blockDim.x) {
-      int64 slot = PAD_SLOT_ID;
-      // step 2: PAD behind the last real token
-      if (token < num_tokens && group.slot_mode != SLOT_MODE_NONE) {
-        // step 3: which request and row
-        int request = (int)token, end = num_reqs;
-        bool is_guess = token < num_reqs && query_start_loc[token] <= token && token < query_start_loc[token + 1];
-        if (!is_guess) {  // else the token has its request's index, as in decode
-          request = -1;
-          while (end - request > 1) {
-            int middle = request + (end - request) / 2;
-            if (query_start_loc[middle] <= token) request = middle;
-            else end = middle;
-          }
-        }
-        int row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
-        int64 columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
-        int64 position = positions[token];
-        if (columns > 0 && position >= 0) {
-          // step 4: whose token it is, and its index among this rank's tokens
-          int64 local = position;
-          bool is_owner = true;
-          if (group.world_size > 1) {
-            int64 turn = divide(position, group.interleave_size);
-            int64 round = divide(turn, group.world_size);
-            is_owner = turn - round * group.world_size == group.rank;
-            local = round * group.interleave_size + (position - turn * group.interleave_size);
-          }
-          if (group.slot_mode == SLOT_MODE_RING) {
-            int64 ring = columns * group.tokens_per_column;
-            local = position - divide(position, ring) * ring;
-          }
-          // step 5: which column, and whether the row fills it
-          int64 column = divide(local, group.tokens_per_column);
-          if (is_owner && column < columns) {
-            // step 6: which kernel block
-            int64 block_id = arena[group.table_start + row * group.width + column];
-            if (!group.null_is_pad || block_id >= group.blocks_per_kv_block)
-              slot = block_id * group.tokens_per_column + (local - column * group.tokens_per_column);
-          }
-        }
-      }
+      int64 slot = map_token(
+          idx_mapping, query_start_loc, positions, num_reqs, num_tokens, max_num_reqs, group, g, arena, token
+      );
       // step 7: store the slot
       slots[y * slots_stride + token] = (SLOT_T)slot;
     }
   }
+}
+
+// The fused step is two kernels, one after the other: apply_changes, then step_batch.
+
+// A commit by value, in the launch's own parameters: nothing to stage, nothing to wait for, nothing to race with.
+// data: offsets of single values, those values; offsets of ranges, their starts among the range values, those values;
+// offsets of ranges that become NULL, their starts.
+template <int SIZE>
+struct Changes {
+  int num_singles;
+  int num_ranges;
+  int num_range_values;
+  int num_null_ranges;
+  int num_nulls;
+  int data[SIZE];
+};
+
+// Index of the range that `value` lies in; starts[0] is 0.
+static __device__ __forceinline__ int range_of(const int* starts, int num_ranges, int value) {
+  int range = 0, end = num_ranges;
+  while (end - range > 1) {
+    int middle = range + (end - range) / 2;
+    if (starts[middle] <= value) range = middle;
+    else end = middle;
+  }
+  return range;
+}
+
+template <int SIZE>
+static __device__ __forceinline__ void apply(
+    const Changes<SIZE>& changes, int* arena, int num_groups, int max_num_reqs, int64 arena_size, int* batch
+) {
+  int thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
+  // The counts that the batch holds, for step_batch to read while it writes new ones.
+  int held_rows = batch[arena_size];
+  int* copy = batch + arena_size + 1;
+  for (int cell = thread; cell < num_groups * held_rows; cell += num_threads) {
+    int64 place = (int64)(cell / held_rows) * max_num_reqs + cell % held_rows;
+    copy[1 + place] = batch[place];
+  }
+  if (thread == 0) copy[0] = held_rows;
+
+  const int* single_offsets = changes.data;
+  const int* singles = single_offsets + changes.num_singles;
+  const int* range_offsets = singles + changes.num_singles;
+  const int* range_starts = range_offsets + changes.num_ranges;
+  const int* range_values = range_starts + changes.num_ranges;
+  const int* null_offsets = range_values + changes.num_range_values;
+  const int* null_starts = null_offsets + changes.num_null_ranges;
+  for (int i = thread; i < changes.num_singles; i += num_threads) arena[single_offsets[i]] = singles[i];
+  for (int i = thread; i < changes.num_range_values; i += num_threads) {
+    int range = range_of(range_starts, changes.num_ranges, i);
+    arena[(int64)range_offsets[range] + (i - range_starts[range])] = range_values[i];
+  }
+  for (int i = thread; i < changes.num_nulls; i += num_threads) {
+    int range = range_of(null_starts, changes.num_null_ranges, i);
+    arena[(int64)null_offsets[range] + (i - null_starts[range])] = NULL_BLOCK_ID;
+  }
+}
+
+// Three sizes, since the driver copies the whole of a kernel's parameters; 32,764 bytes are the most it takes.
+#define APPLY_CHANGES(NAME, SIZE)                                                                              extern "C" __global__ void NAME(                                                                                 const __grid_constant__ Changes<SIZE> changes, int* arena, int num_groups, int max_num_reqs,                 int64 arena_size, int* batch                                                                             ) {                                                                                                            apply(changes, arena, num_groups, max_num_reqs, arena_size, batch);                                        }
+APPLY_CHANGES(apply_changes_small, 240)
+APPLY_CHANGES(apply_changes_medium, 1900)
+APPLY_CHANGES(apply_changes_large, 8160)
+
+// The gather and the slots of a whole step: the first gather_blocks blocks gather, the others map.
+extern "C" __global__ void step_batch(
+    const int* __restrict__ idx_mapping,          // [num_reqs], batch index -> row; null: identity
+    const int* __restrict__ num_computed_tokens,  // [num_reqs], batch index -> tokens; null: no window is cut
+    const int* __restrict__ query_start_loc,      // [num_reqs + 1], first token of each request
+    const int64* __restrict__ positions,          // [num_positions], token -> its index in its request
+    int num_reqs,
+    int num_reqs_padded,
+    int num_positions,
+    int max_num_reqs,
+    const Group* __restrict__ groups,  // [num_groups]
+    int num_groups,
+    const int* __restrict__ arena,  // [arena_size]
+    int64 arena_size,
+    int* __restrict__ batch,     // [arena_size + 2 + num_groups * max_num_reqs], written
+    SLOT_T* __restrict__ slots,  // [num_groups, num_slots], written
+    int num_slots,
+    int gather_blocks,  // 0: nothing is gathered
+    int team            // threads that gather one row together; divides the block
+) {
+  int block = blockIdx.x;
+  if (block < gather_blocks) {
+    if (block == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
+    const int* held = batch + arena_size + 2;
+    int held_rows = held[-1];
+    int num_rows = held_rows > num_reqs_padded ? held_rows : num_reqs_padded;
+    int lane = threadIdx.x % team, teams = blockDim.x / team;
+    int64 pairs = (int64)num_rows * num_groups;
+    for (int64 pair = (int64)block * teams + threadIdx.x / team; pair < pairs; pair += (int64)gather_blocks * teams) {
+      int g = (int)(pair / num_rows), i = (int)(pair % num_rows);
+      Group group = groups[g];
+      int64 cell = (int64)g * max_num_reqs + i;
+      int columns =
+          gather_row(idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, group, g, arena, batch, i, lane, team);
+      int stale = i < held_rows ? held[cell] : 0;
+      int* batch_row = batch + group.table_start + i * group.width;
+      for (int column = columns + lane; column < stale; column += team) batch_row[column] = NULL_BLOCK_ID;
+      if (lane == 0 && i < num_reqs_padded) batch[cell] = columns;
+    }
+    return;
+  }
+  int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
+  int blocks_per_group = (gridDim.x - gather_blocks) / num_groups;
+  int g = (block - gather_blocks) / blocks_per_group, first = (block - gather_blocks) % blocks_per_group;
+  if (g >= num_groups) return;
+  Group group = groups[g];
+  for (int64 token = (int64)first * blockDim.x + threadIdx.x; token < num_slots;
+       token += (int64)blocks_per_group * blockDim.x)
+    slots[(int64)g * num_slots + token] = (SLOT_T)map_token(
+        idx_mapping, query_start_loc, positions, num_reqs, num_tokens, max_num_reqs, group, g, arena, token
+    );
 }

@@ -17,6 +17,7 @@ class CupySlotMapper:
 
     def __init__(self, store: CupyBlockStore) -> None:
         self.store = store
+        store.mapper = self
         self._kernel = store.device.kernel("map_slots", store.config.slot_dtype)
 
     def compute_slot_mappings(self, batch: Batch, out: Sequence[Any], *, stream: int | None) -> None:

@@ -1,0 +1,140 @@
+"""A whole step in two kernels: the changes by value, then gather and slots together (kernels.cu, the fused step)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from blocktable import Batch, BlockTableConfig, KernelNode, StepGraph, Writes, pack_changes
+
+APPLY_KERNELS = (("apply_changes_small", 245), ("apply_changes_medium", 1905), ("apply_changes_large", 8165))
+"""Kernels that take changes by value, and the int32 entries of that parameter: `Changes` of kernels.cu."""
+
+BLOCK = 256
+TEAM = 64
+"""Threads that gather one row together."""
+MAX_GATHER_BLOCKS = 8192
+MAX_APPLY_BLOCKS = 64
+INT32_LIMIT = 2**31
+
+APPLY_LAYOUT = "QiiqQ"  # arena, num_groups, max_num_reqs, arena_size, batch
+STEP_LAYOUT = "QQQQiiiiQiQqQQiii"  # step_batch's arguments, in order
+
+
+class Arguments:
+    """A kernel's arguments in one block of memory.
+
+    Args:
+        layout: the arguments as `struct` writes them, naturally aligned.
+
+    Attributes:
+        addresses: where each argument lies.
+    """
+
+    def __init__(self, layout: str) -> None:
+        self._packer = struct.Struct("@" + layout)
+        self._memory = np.zeros(self._packer.size, np.uint8)
+        ends = [struct.calcsize("@" + layout[: index + 1]) for index in range(len(layout))]
+        sizes = [struct.calcsize("@" + kind) for kind in layout]
+        start = self._memory.ctypes.data
+        self.addresses = [start + end - size for end, size in zip(ends, sizes, strict=True)]
+
+    def set(self, *values: int) -> None:
+        """Write all of them; one that does not fit its type raises."""
+        self._packer.pack_into(memoryview(self._memory), 0, *values)
+
+
+class HostRunner:
+    """Runs the two kernels of the emulation, one after the other."""
+
+    def __init__(self, kernels: dict[str, Any], apply: Sequence[int], step: Sequence[int]) -> None:
+        self._kernels, self._apply, self._step = kernels, apply, step
+
+    def run(self, apply_kernel: str, apply_blocks: int, step_blocks: int, is_new: bool, stream: Any) -> None:
+        """Run apply_changes and step_batch."""
+        self._kernels[apply_kernel].launch((apply_blocks, 1), BLOCK, self._apply)
+        self._kernels["step_batch"].launch((step_blocks, 1), BLOCK, self._step)
+
+
+class GraphRunner:
+    """Launches the two kernels as one graph, whose nodes take new parameters each time."""
+
+    def __init__(self, kernels: dict[str, Any], apply: Sequence[int], step: Sequence[int]) -> None:
+        self._functions = {name: kernel.kernel.ptr for name, kernel in kernels.items()}
+        self._present = (APPLY_KERNELS[0][0], 1)
+        self._apply = KernelNode(self._functions[self._present[0]], apply, BLOCK)
+        self._step = KernelNode(self._functions["step_batch"], step, BLOCK)
+        self._graph = StepGraph((self._apply, self._step))
+
+    def run(self, apply_kernel: str, apply_blocks: int, step_blocks: int, is_new: bool, stream: Any) -> None:
+        """Launch apply_changes with the changes as they are in its memory now; step_batch anew where `is_new`."""
+        if self._present != (apply_kernel, apply_blocks):
+            self._apply.set_function(self._functions[apply_kernel])
+            self._apply.set_grid(apply_blocks)
+            self._present = (apply_kernel, apply_blocks)
+        self._graph.update(0)
+        if is_new:
+            self._step.set_grid(step_blocks)
+            self._graph.update(1)
+        self._graph.launch(stream.ptr)
+
+
+class FusedStep:
+    """The fused step over one set of buffers.
+
+    Args:
+        config: of the table.
+        kernels: name -> kernel, of all apply kernels and step_batch.
+        runner: `HostRunner` or `GraphRunner`.
+        addresses: of the group fields, the arena, the batch and the slots.
+    """
+
+    def __init__(
+        self, config: BlockTableConfig, kernels: dict[str, Any], runner: Any, addresses: tuple[int, int, int, int]
+    ) -> None:
+        groups, arena, batch, slots = addresses
+        num_groups = len(config.groups)
+        # The kernels' offsets are int32: a larger arena takes its changes through the staging ring.
+        self._takes_changes = config.arena.size < INT32_LIMIT
+        self._changes = np.zeros(APPLY_KERNELS[-1][1], np.int32)
+        apply = Arguments(APPLY_LAYOUT)
+        apply.set(arena, num_groups, config.max_num_reqs, config.arena.size, batch)
+        self._apply = apply  # owns the memory
+        self._step = Arguments(STEP_LAYOUT)
+        self._fixed = (config.max_num_reqs, groups, num_groups, arena, config.arena.size, batch, slots)
+        self._num_slots = config.max_num_batched_tokens
+        self._slot_blocks = num_groups * -(-self._num_slots // BLOCK)
+        self._num_groups = num_groups
+        self._runner = runner(kernels, [self._changes.ctypes.data, *apply.addresses], self._step.addresses)
+        self._last: tuple[int, ...] = ()
+
+    def pack(self, writes: Writes) -> bool:
+        """Take a commit's changes; False where they must travel through the staging ring."""
+        if self._takes_changes and pack_changes(writes, self._changes):
+            return True
+        self._changes[:5] = 0
+        return writes.offsets.size == 0
+
+    def run(self, batch: Batch, addresses: tuple[int, int, int, int], stream: Any) -> None:
+        """Launch the step.
+
+        Args:
+            batch: its sizes.
+            addresses: of idx_mapping, num_computed_tokens, query_start_loc, positions; 0 where there is none.
+            stream: the native stream.
+        """
+        present = (*addresses, batch.num_reqs, batch.num_reqs_padded, batch.num_positions, int(batch.wants_tables))
+        is_new = present != self._last
+        pairs = max(batch.num_reqs_padded, 1) * self._num_groups
+        gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
+        if is_new:
+            self._step.set(*present[:7], *self._fixed, self._num_slots, gather_blocks, TEAM)
+            self._last = present
+        singles, ranges, range_values, null_ranges, nulls = self._changes[:5].tolist()
+        used = 5 + 2 * (singles + ranges + null_ranges) + range_values
+        kernel = next(name for name, size in APPLY_KERNELS if size >= used)
+        apply_blocks = min(1 + (singles + range_values + nulls) // BLOCK, MAX_APPLY_BLOCKS)
+        self._runner.run(kernel, apply_blocks, gather_blocks + self._slot_blocks, is_new, stream)
