@@ -1,0 +1,214 @@
+"""The memory of one table on a GPU: arena, staging, batch tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blocktable import (
+    NULL_BLOCK_ID,
+    PAD_SLOT_ID,
+    Batch,
+    BlockTableConfig,
+    BlockTableError,
+    StagingRing,
+    StepBuffers,
+    Writes,
+    pack_writes,
+    staged_entries,
+    steady_entries,
+)
+from blocktable_numba.device import refuse_capture
+from blocktable_numba.kernels import (
+    Pointer,
+    launch_gather_block_tables,
+    launch_null_stale_columns,
+    launch_scatter_writes,
+)
+
+
+class SlotMappings(tuple[Any, ...]):
+    """The slot mappings of one set, and the array that they are views of, one behind the other: `memory`."""
+
+    memory: Any
+
+    @classmethod
+    def of(cls, memory: Any, num_groups: int, num_tokens: int) -> SlotMappings:
+        views = cls(memory[group * num_tokens : (group + 1) * num_tokens] for group in range(num_groups))
+        views.memory = memory
+        return views
+
+
+@dataclass(frozen=True, eq=False)
+class NumbaBuffers(StepBuffers):
+    """Outputs, and what they are views of.
+
+    Attributes:
+        batch: [arena.size + 1] int32. The batch tables and how many columns each row holds, laid out as the arena; then
+            how many rows the last batch had.
+    """
+
+    slot_mappings: SlotMappings
+    batch: Any
+
+
+class Inputs(NamedTuple):
+    """One call's inputs as addresses, None where there is none, and the native stream to launch on."""
+
+    stream: Any
+    positions: Pointer | None
+    idx_mapping: Pointer | None
+    query_start_loc: Pointer | None
+    num_computed_tokens: Pointer | None
+
+
+INPUTS = Inputs._fields[1:]  # positions first: it is the one of 8-byte entries
+
+
+class NumbaBlockStore:
+    """Arena, staging and gather of one table."""
+
+    def __init__(self, config: BlockTableConfig, device: Any) -> None:
+        self.config = config
+        self.device = device
+        self.arena = device.full(config.arena.size, NULL_BLOCK_ID, "int32")
+        self.groups = device.upload(config.group_fields().reshape(-1))
+        self.arena_address, self.groups_address = device.address(self.arena), device.address(self.groups)
+        self._scatter, self._null_stale, self._gather = (
+            device.kernel(name, config.slot_dtype)
+            for name in ("scatter_writes", "null_stale_columns", "gather_block_tables")
+        )
+        self._steady_entries = steady_entries(config)
+        slots = [device.staging_slot(self._steady_entries) for _ in range(config.steps_in_flight)]
+        self._writes_ring: StagingRing[Any] = StagingRing(slots, device.wait)
+        entries = 0 if device.takes_host_arrays else 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
+        # gather and compute_slot_mappings take a slot each
+        slots = [device.staging_slot(entries) for _ in range(2 * config.steps_in_flight if entries else 0)]
+        self._inputs_ring: StagingRing[Any] = StagingRing(slots, device.wait)
+        self._last_stream: Any = None
+        self._captured_stream: Any = None
+        device.synchronize()  # the fills ran on another stream
+
+    def enter(self, handle: int | None) -> tuple[Any, bool]:
+        """Return the stream to work on, ordered behind this table's last call, and whether it is capturing (R22)."""
+        device = self.device
+        stream = device.stream(handle)
+        if device.is_capturing(stream):
+            other = self._captured_stream
+            if other is not None and other is not stream and device.is_capturing(other):
+                raise BlockTableError("A table's calls cannot change stream inside a capture; use one stream for them.")
+            self._captured_stream = stream
+            return stream, True
+        if stream is not self._last_stream:
+            if self._last_stream is not None:
+                if device.is_capturing(self._last_stream):  # the event would draw this stream into the capture
+                    raise BlockTableError(
+                        "A table's calls cannot change stream while the last one's is capturing; end the capture first."
+                    )
+                device.order(self._last_stream, stream)
+            self._last_stream = stream
+        return stream, False
+
+    def write(self, writes: Writes, *, stream: int | None) -> None:
+        with self.device.current():
+            native, capturing = self.enter(stream)
+            refuse_capture(capturing, "commit()")
+            num_ranges, num_values = writes.offsets.size, writes.values.size
+            entries = staged_entries(num_ranges, num_values)
+            if entries <= self._steady_entries:
+                slot = self._writes_ring.acquire()
+                pack_writes(writes, slot.host)
+                self.device.send(slot, entries, native)
+                self._launch_scatter(slot.address, num_ranges, num_values, native)
+                self._writes_ring.release(self.device.mark(native))
+            else:
+                self._write_large(writes, entries, native)
+
+    def _write_large(self, writes: Writes, entries: int, stream: Any) -> None:
+        """Send what the ring has no room for: it may allocate and wait (R9)."""
+        if writes.offsets.size == 1:  # a whole table, at start-up or wake-up: no scatter needed
+            start = int(writes.offsets[0])
+            self.device.copy_in(writes.values, self.arena[start : start + writes.values.size], stream)
+            return
+        packed = np.empty(entries, np.int32)
+        pack_writes(writes, packed)
+        staged = self.device.upload(packed)
+        self._launch_scatter(self.device.address(staged), writes.offsets.size, writes.values.size, stream)
+        self.device.wait(self.device.mark(stream))
+
+    def _launch_scatter(self, staged: Pointer, num_ranges: int, num_values: int, stream: Any) -> None:
+        launch_scatter_writes(
+            self._scatter, self.device.tile, staged, num_ranges, num_values, self.arena_address, stream
+        )
+
+    def table(self, group: int) -> Any:
+        return self.config.arena.view(self.arena, group)
+
+    def create_buffers(self) -> NumbaBuffers:
+        arena, device, num_tokens = self.config.arena, self.device, self.config.max_num_batched_tokens
+        batch = device.full(arena.size + 1, NULL_BLOCK_ID, "int32")
+        slots = device.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
+        device.synchronize()
+        return NumbaBuffers(
+            block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
+            slot_mappings=SlotMappings.of(slots, arena.num_groups, num_tokens),
+            batch=batch,
+        )
+
+    def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
+        assert isinstance(out, NumbaBuffers)
+        with self.device.current():
+            native, capturing = self.enter(stream)
+            refuse_capture(capturing, "A commit after invalidate()")
+            self.device.fill(out.batch, NULL_BLOCK_ID, native)
+            self.device.fill(out.slot_mappings.memory, PAD_SLOT_ID, native)
+
+    def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        assert isinstance(out, NumbaBuffers)
+        tile = self.device.tile
+        with self.device.current(), self.inputs(batch, stream) as inputs:
+            sizes = (batch.num_reqs, batch.num_reqs_padded, self.config.max_num_reqs)
+            tail = (
+                self.groups_address,
+                len(self.config.groups),
+                self.arena_address,
+                self.config.arena.size,
+                self.device.address(out.batch),
+                inputs.stream,
+            )
+            launch_null_stale_columns(self._null_stale, tile, inputs.idx_mapping, *sizes, *tail)
+            launch_gather_block_tables(
+                self._gather, tile, inputs.idx_mapping, inputs.num_computed_tokens, *sizes, *tail
+            )
+
+    @contextmanager
+    def inputs(self, batch: Batch, handle: int | None) -> Iterator[Inputs]:
+        """Give a batch's arrays as addresses, host arrays staged; leave it once everything is launched."""
+        device = self.device
+        stream, capturing = self.enter(handle)
+        addresses: dict[str, Pointer | None] = dict.fromkeys(INPUTS)
+        host: dict[str, np.ndarray[Any, Any]] = {}
+        for name in INPUTS:
+            array = getattr(batch, name)
+            if isinstance(array, np.ndarray) and not device.takes_host_arrays:
+                host[name] = array
+            elif array is not None:
+                addresses[name] = device.address(array)
+        if not host:
+            yield Inputs(stream, **addresses)
+            return
+        refuse_capture(capturing, "A step over host arrays")
+        slot = self._inputs_ring.acquire()
+        end = 0
+        for name, array in host.items():
+            entries = array.view(np.int32)
+            slot.host[end : end + entries.size] = entries
+            addresses[name] = slot.address + 4 * end
+            end += entries.size
+        device.send(slot, end, stream)
+        yield Inputs(stream, **addresses)
+        self._inputs_ring.release(device.mark(stream))
