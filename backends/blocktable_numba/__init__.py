@@ -64,6 +64,15 @@ class NumbaBackend:
         device = self._device(None)
         return () if device.is_mapped else (f"changes travel in {device.staging}: mapped memory is not used here",)
 
+    @property
+    def num_compilations(self) -> int:
+        """Kernels compiled so far in this process: one for each signature. The simulator compiles none."""
+        if self.is_emulated:
+            return 0
+        from blocktable_numba.kernels import KERNELS
+
+        return sum(len(kernel.signatures) for kernel in KERNELS.values())
+
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> Any:
         from blocktable_numba.block_store import NumbaBlockStore
 
