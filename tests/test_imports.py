@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONTRACTS = {contract["id"]: contract for contract in PROJECT["tool"]["importlinter"]["contracts"]}
 BACKENDS = {path.parent.name for path in ROOT.glob("backends/*/__init__.py")}
-SHELVES = ("blocktable", "backends", "conformance")
+WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(str(root / shelf) for shelf in ("", "backends", "conformance"))
+    path = os.pathsep.join(str(root / shelf) for shelf in WHEEL["dev-mode-dirs"])
     return subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--config", root / "pyproject.toml"],
         cwd=root,
@@ -31,7 +31,7 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_package_of_the_wheel_is_under_contract() -> None:
-    packages = {Path(package).name for package in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
+    packages = {Path(package).name for package in WHEEL["packages"]}
     assert packages == set(PROJECT["tool"]["importlinter"]["root_packages"])
     assert packages >= BACKENDS
 
@@ -54,8 +54,8 @@ def test_every_backend_is_named_in(contract: str, key: str) -> None:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkout")
     shutil.copy(ROOT / "pyproject.toml", root)
-    for shelf in SHELVES:
-        shutil.copytree(ROOT / shelf, root / shelf, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in WHEEL["packages"]:
+        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     return root
 
 

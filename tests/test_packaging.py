@@ -23,7 +23,7 @@ def test_all_asks_for_every_extra_but_the_other_cupy() -> None:
     assert named == set(PROJECT["optional-dependencies"]) - {"all", "cupy-cuda12"}
 
 
-@pytest.mark.parametrize("group", ["blocktable.backends", "blocktable.commands"])
+@pytest.mark.parametrize("group", PROJECT["entry-points"])
 def test_entry_points_lead_to_something(group: str) -> None:
     entries = [entry for entry in importlib.metadata.entry_points(group=group) if entry.dist is not None]
     ours = {entry.name: entry for entry in entries if entry.dist is not None and entry.dist.name == "blocktable"}
