@@ -20,7 +20,7 @@ from blocktable.errors import (
 from blocktable.graph import KernelNode, StepGraph
 from blocktable.protocols import Array, Backend, Batch, BlockStore, SlotMapper, Step, StepBuffers, Writes, ranges
 from blocktable.registry import BackendInfo, get_backend, list_backends
-from blocktable.staging import StagingRing, pack_changes, pack_writes, staged_entries, staging_mode, steady_entries
+from blocktable.staging import StagingRing, pack_writes, staged_entries, staging_mode, steady_entries
 from blocktable.streams import address_of, stream_handle
 from blocktable.table import BlockTable, SlotLocation
 
@@ -62,7 +62,6 @@ __all__ = [
     "address_of",
     "get_backend",
     "list_backends",
-    "pack_changes",
     "pack_writes",
     "ranges",
     "row_capacity",

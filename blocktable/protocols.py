@@ -11,6 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from blocktable.config import Arena, BlockTableConfig
+from blocktable.constants import NULL_BLOCK_ID
+
+CHANGES_HEADER = 5
+"""int32 entries before the data of packed changes."""
 
 Array = Any
 """An array of the backend's device, or a foreign one that it takes without a copy."""
@@ -70,6 +74,7 @@ class Writes:
         offsets: [n] int64. First entry of each range in the arena.
         lengths: [n] int32. Entries of each range, at least 1.
         values: [sum(lengths)] int32. New contents, range after range.
+        num_ranges: n.
     """
 
     def __init__(self, arena: Arena, offsets: IntArray, lengths: IntArray, values: IntArray) -> None:
@@ -77,6 +82,58 @@ class Writes:
         self.offsets = offsets
         self.lengths = lengths
         self.values = values
+        self.num_ranges = offsets.size
+
+    def pack_changes(self, block: IntArray) -> int:
+        """Lay a commit out for a kernel that takes it by value, in its own parameters.
+
+        Five counts (single values, ranges, range values, ranges that become NULL, their entries), then: offsets of the
+        single values, those values; offsets of the ranges, where each starts among the range values, those values; offsets
+        of the NULL ranges, where each starts among their entries. All int32: for arenas below 2**31 entries.
+
+        Args:
+            block: [n] int32, written.
+
+        Returns:
+            Entries used; 0: they do not fit, and nothing is to be launched from the block.
+        """
+        offsets, lengths, values = self.offsets, self.lengths, self.values
+        num_ranges = offsets.size
+        if num_ranges == values.size:  # steady decode
+            end = CHANGES_HEADER + 2 * num_ranges
+            if end > block.size:
+                return 0
+            block[:CHANGES_HEADER] = (num_ranges, 0, 0, 0, 0)
+            block[CHANGES_HEADER : CHANGES_HEADER + num_ranges] = offsets
+            block[CHANGES_HEADER + num_ranges : end] = values
+            return end
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        is_single = lengths == 1
+        is_null = ~is_single & ~np.logical_or.reduceat(values != NULL_BLOCK_ID, starts)
+        is_range = ~is_single & ~is_null
+        sizes = [
+            int(np.count_nonzero(is_single)),
+            int(np.count_nonzero(is_range)),
+            0,
+            int(np.count_nonzero(is_null)),
+            0,
+        ]
+        sizes[2], sizes[4] = int(lengths[is_range].sum()), int(lengths[is_null].sum())
+        end = CHANGES_HEADER + 2 * (sizes[0] + sizes[1] + sizes[3]) + sizes[2]
+        if end > block.size:
+            return 0
+        block[:CHANGES_HEADER] = sizes
+        parts = (
+            offsets[is_single],
+            values[starts[is_single]],
+            offsets[is_range],
+            np.cumsum(lengths[is_range]) - lengths[is_range],
+            values[np.repeat(is_range, lengths)],
+            offsets[is_null],
+            np.cumsum(lengths[is_null]) - lengths[is_null],
+        )
+        np.concatenate(parts, out=block[CHANGES_HEADER:end], casting="unsafe")
+        return end
 
     def split_by_row(self) -> Writes:
         """Return the same changes as ranges that each stay inside one row, for backends without an arena.

@@ -6,6 +6,7 @@ are `[num_groups, n]` for the n rows of a call.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,26 @@ from blocktable.checks import ids_per_group, int_array, per_group_counts
 from blocktable.config import BlockTableConfig
 from blocktable.constants import NULL_BLOCK_ID
 from blocktable.errors import ArgumentError, ConfigError, RowCapacityError, RowIndexError
+from blocktable.host_path import compiled_host_path
 from blocktable.protocols import IntArray, Writes, ranges
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+MAX_RANGE = 1 << 30
+"""Entries of the longest range of a commit: lengths are int32."""
 
 
 class Journal:
     """Dirty ranges of the arena. It keeps no values: they are taken from the mirror at commit, so the last one wins."""
 
-    COMPACT_AT = 1 << 16
-
-    def __init__(self) -> None:
-        self.clear()
+    def __init__(self, capacity: int) -> None:
+        self.size = 0
+        self.offsets: IntArray = np.empty(capacity, np.int64)
+        self.lengths: IntArray = np.empty(capacity, np.int64)
 
     def clear(self) -> None:
         """Forget everything: it is on the device."""
-        self._offsets: list[IntArray] = []
-        self._lengths: list[IntArray] = []
-        self._size = 0
-        self._compact_at = self.COMPACT_AT
+        self.size = 0
 
     def mark(self, offsets: IntArray, lengths: IntArray) -> None:
         """Add ranges; of length 0 too.
@@ -39,11 +43,22 @@ class Journal:
             offsets: any shape, int64. First entry of each range.
             lengths: the same shape, integers.
         """
-        self._offsets.append(offsets.ravel())
-        self._lengths.append(lengths.ravel())
-        self._size += offsets.size
-        if self._size > self._compact_at:  # a caller that never commits must not fill the memory
-            self._compact_at = max(self.COMPACT_AT, 2 * self.merge()[0].size)
+        end = self.size + offsets.size
+        if end > self.offsets.size:
+            self.make_room(offsets.size)
+            end = self.size + offsets.size
+        self.offsets[self.size : end] = offsets.ravel()
+        self.lengths[self.size : end] = lengths.ravel()
+        self.size = end
+
+    def make_room(self, num_ranges: int) -> None:
+        """Merge what is there, then grow: a caller that never commits must not fill the memory with repetitions."""
+        self.merge()
+        capacity = max(self.offsets.size, 2 * (self.size + num_ranges))
+        self.offsets, self.lengths = (
+            np.concatenate((array[: self.size], np.empty(capacity - self.size, np.int64)))
+            for array in (self.offsets, self.lengths)
+        )
 
     def merge(self) -> tuple[IntArray, IntArray]:
         """Return what is dirty as disjoint ascending ranges, and keep it in that form.
@@ -52,26 +67,63 @@ class Journal:
             offsets: [n] int64.
             lengths: [n] int64, at least 1.
         """
-        if not self._offsets:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        offsets, lengths = np.concatenate(self._offsets), np.concatenate(self._lengths, dtype=np.int64)
+        offsets, lengths = self.offsets[: self.size], self.lengths[: self.size]
         if not lengths.all():
             kept = lengths > 0
             offsets, lengths = offsets[kept], lengths[kept]
         offsets, lengths = _merge_ranges(offsets, lengths)
-        self._offsets, self._lengths, self._size = [offsets], [lengths], offsets.size
-        return offsets, lengths
+        self.size = offsets.size
+        self.offsets[: self.size], self.lengths[: self.size] = offsets, lengths
+        return self.offsets[: self.size], self.lengths[: self.size]
 
 
 def _merge_ranges(offsets: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
     ends = offsets + lengths
-    if (offsets[1:] > ends[:-1]).all():
+    if offsets.size == 0 or (offsets[1:] > ends[:-1]).all():
         return offsets, lengths
     order = offsets.argsort(kind="stable")
     offsets, ends = offsets[order], np.maximum.accumulate(ends[order])
     first = np.flatnonzero(offsets[1:] > ends[:-1]) + 1
     starts = offsets[np.concatenate(([0], first))]
     return starts, ends[np.concatenate((first - 1, [ends.size - 1]))] - starts
+
+
+class _CompiledWrites(Writes):
+    """The changes of one commit, still in the journal: arrays are made when a backend asks for them."""
+
+    def __init__(self, rows: HostRows) -> None:
+        self.arena = rows.arena
+        self._rows = rows
+        self.num_ranges = rows.journal.size
+
+    @cached_property
+    def _plain(self) -> Writes:
+        return self._rows.plain_writes()
+
+    @property
+    def offsets(self) -> IntArray:  # type: ignore[override]
+        return self._plain.offsets
+
+    @property
+    def lengths(self) -> IntArray:  # type: ignore[override]
+        return self._plain.lengths
+
+    @property
+    def values(self) -> IntArray:  # type: ignore[override]
+        return self._plain.values
+
+    @property
+    def num_bytes(self) -> int:
+        journal = self._rows.journal
+        total: int = self._rows._compiled.total_length(journal.lengths, self.num_ranges)
+        return 12 * self.num_ranges + 4 * total
+
+    def pack_changes(self, block: IntArray) -> int:
+        journal = self._rows.journal
+        used: int = self._rows._compiled.pack_changes(
+            self._rows.mirror, journal.offsets, journal.lengths, self.num_ranges, block
+        )
+        return used
 
 
 class HostRows:
@@ -95,7 +147,8 @@ class HostRows:
                 f"{arena.widths} columns; lower max_num_reqs or max_model_len."
             ) from error
         self.filled: IntArray = arena.view(self.mirror, -1)
-        self.journal: Journal = Journal()
+        # Room for a step that appends to every row: a count and a range of columns for each cell.
+        self.journal: Journal = Journal(4 * arena.num_groups * arena.num_rows + 64)
         self.columns_per_block: IntArray = _column([group.blocks_per_kv_block for group in groups])
         self._capacity = _column([config.capacity(group) for group in range(len(groups))])
         self._max_columns = self._capacity * self.columns_per_block
@@ -106,6 +159,20 @@ class HostRows:
         self._lowest_ids = [0 if group.takes_null else 1 for group in groups]
         self._id_limits = [group.block_id_limit for group in groups]
         self._safe_ids = max(self._lowest_ids), min(self._id_limits) - 1
+        self._compiled: Any = compiled_host_path()
+        self._geometry: IntArray = np.column_stack(
+            (
+                arena.group_offsets,
+                arena.widths,
+                self.columns_per_block[:, 0],
+                self._max_columns[:, 0],
+                self._lowest_ids,
+                self._id_limits,
+            )
+        ).astype(np.int64)
+        self._sizes: IntArray = np.zeros(arena.num_groups, np.int64)
+        self._compiled_stamps: IntArray = np.zeros(arena.num_rows, np.int64)
+        self._stamp = 0
         self._indices: IntArray = np.arange(arena.num_rows)
         self._stamps: IntArray = np.zeros(arena.num_rows, np.int64)
 
@@ -200,6 +267,55 @@ class HostRows:
 
     # Operations. Rows are [n] int64 that check_rows returned.
 
+    def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        """Check the rows and append: compiled where that is installed and all is in order."""
+        if self._compiled is None or not self._append_compiled(rows, block_ids, counts):
+            self.append(self.check_rows("rows", rows), block_ids, counts)
+
+    def _append_compiled(self, rows: Any, block_ids: Any, counts: Any) -> bool:
+        """Append in one compiled call; False with nothing changed where anything is out of the ordinary."""
+        if type(block_ids) is np.ndarray:
+            block_ids = (block_ids,)
+        if (
+            type(rows) is not np.ndarray
+            or rows.dtype is not _INT64
+            or type(counts) is not np.ndarray
+            or counts.dtype is not _INT64
+            or counts.ndim != 1
+            or counts.size != rows.size
+            or rows.ndim != 1
+            or len(block_ids) != self.arena.num_groups
+        ):
+            return False
+        for ids in block_ids:
+            if type(ids) is not np.ndarray or ids.dtype is not _INT32 or ids.ndim != 1:
+                return False
+        sizes = self._sizes
+        for group, ids in enumerate(block_ids):
+            sizes[group] = ids.size
+        flat = block_ids[0] if len(block_ids) == 1 else np.concatenate(block_ids)
+        self._stamp += 1
+        journal = self.journal
+        size = self._compiled.append(
+            np.ascontiguousarray(rows),
+            np.ascontiguousarray(flat),
+            sizes,
+            np.ascontiguousarray(counts),
+            0,
+            self._geometry,
+            self.mirror,
+            self.arena.num_rows,
+            self._compiled_stamps,
+            self._stamp,
+            journal.offsets,
+            journal.lengths,
+            journal.size,
+        )
+        if size < 0:
+            return False
+        journal.size = size
+        return True
+
     def append(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
         """Add blocks behind what the rows hold."""
         ids, blocks = self.check_ids(block_ids, counts, rows.size)
@@ -273,8 +389,18 @@ class HostRows:
 
     def writes(self) -> Writes:
         """Return what differs from the device, without forgetting it."""
+        if self._compiled is not None:
+            journal = self.journal
+            journal.size = self._compiled.merge(journal.offsets, journal.lengths, journal.size)
+            return _CompiledWrites(self)
+        return self.plain_writes()
+
+    def plain_writes(self) -> Writes:
+        """As `writes`, by numpy."""
         offsets, lengths = self.journal.merge()
-        return Writes(self.arena, offsets, lengths.astype(np.int32), self.mirror[_entries(offsets, lengths)])
+        if lengths.size and lengths.max() > MAX_RANGE:
+            offsets, lengths = _split_ranges(offsets, lengths)
+        return Writes(self.arena, offsets, lengths.astype(np.int32), _take(self.mirror, offsets, lengths))
 
     # Steps of an operation.
 
@@ -308,6 +434,23 @@ class HostRows:
 
 def _column(values: Any) -> IntArray:
     return np.array(values, np.int64)[:, None]
+
+
+def _split_ranges(offsets: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
+    """Cut ranges so that their lengths fit int32."""
+    pieces = -(-lengths // MAX_RANGE)
+    index = ranges(np.zeros_like(pieces), pieces)
+    starts = np.repeat(offsets, pieces) + index * MAX_RANGE
+    return starts, np.minimum(np.repeat(offsets + lengths, pieces) - starts, MAX_RANGE)
+
+
+def _take(mirror: IntArray, offsets: IntArray, lengths: IntArray) -> IntArray:
+    """Return the contents of every range; of one range, such as a whole arena, without a copy."""
+    if offsets.size == 1:
+        return mirror[offsets[0] : offsets[0] + lengths[0]]
+    if offsets.size < 64:
+        return np.concatenate([mirror[:0], *(mirror[o : o + n] for o, n in zip(offsets, lengths, strict=True))])
+    return mirror[_entries(offsets, lengths)]
 
 
 def _entries(starts: IntArray, lengths: IntArray) -> IntArray:

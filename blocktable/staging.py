@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from blocktable.config import BlockTableConfig
-from blocktable.constants import NULL_BLOCK_ID
 from blocktable.errors import ConfigError
 from blocktable.protocols import IntArray, Writes
 
@@ -60,56 +59,6 @@ def pack_writes(writes: Writes, block: IntArray) -> None:
     block[2 * num_ranges] = 0
     np.cumsum(writes.lengths, out=block[2 * num_ranges + 1 : values_start])
     block[values_start : values_start + writes.values.size] = writes.values
-
-
-CHANGES_HEADER = 5
-"""int32 entries before the data of packed changes."""
-
-
-def pack_changes(writes: Writes, block: IntArray) -> int:
-    """Lay a commit out for a kernel that takes it by value, in its own parameters.
-
-    Five counts (single values, ranges, range values, ranges that become NULL, their entries), then: offsets of the
-    single values, those values; offsets of the ranges, where each starts among the range values, those values; offsets
-    of the NULL ranges, where each starts among their entries. All int32: for arenas below 2**31 entries.
-
-    Args:
-        block: [n] int32, written.
-
-    Returns:
-        Entries used; 0: they do not fit, and nothing is to be launched from the block.
-    """
-    offsets, lengths, values = writes.offsets, writes.lengths, writes.values
-    num_ranges = offsets.size
-    if num_ranges == values.size:  # steady decode
-        end = CHANGES_HEADER + 2 * num_ranges
-        if end > block.size:
-            return 0
-        block[:CHANGES_HEADER] = (num_ranges, 0, 0, 0, 0)
-        block[CHANGES_HEADER : CHANGES_HEADER + num_ranges] = offsets
-        block[CHANGES_HEADER + num_ranges : end] = values
-        return end
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    is_single = lengths == 1
-    is_null = ~is_single & ~np.logical_or.reduceat(values != NULL_BLOCK_ID, starts)
-    is_range = ~is_single & ~is_null
-    sizes = [int(np.count_nonzero(is_single)), int(np.count_nonzero(is_range)), 0, int(np.count_nonzero(is_null)), 0]
-    sizes[2], sizes[4] = int(lengths[is_range].sum()), int(lengths[is_null].sum())
-    end = CHANGES_HEADER + 2 * (sizes[0] + sizes[1] + sizes[3]) + sizes[2]
-    if end > block.size:
-        return 0
-    block[:CHANGES_HEADER] = sizes
-    parts = (
-        offsets[is_single],
-        values[starts[is_single]],
-        offsets[is_range],
-        np.cumsum(lengths[is_range]) - lengths[is_range],
-        values[np.repeat(is_range, lengths)],
-        offsets[is_null],
-        np.cumsum(lengths[is_null]) - lengths[is_null],
-    )
-    np.concatenate(parts, out=block[CHANGES_HEADER:end], casting="unsafe")
-    return end
 
 
 class StagingRing(Generic[Slot]):

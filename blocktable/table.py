@@ -223,7 +223,7 @@ class BlockTable:
 
         Rules: R4, R6, R7, R8.
         """
-        self._rows.append(self._rows.check_rows("rows", rows), block_ids, counts)
+        self._rows.append_rows(rows, block_ids, counts)
 
     def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
         """Replace what many rows hold. Args and errors: as `append_rows`. Rules: R4, R6, R7, R8."""
@@ -477,7 +477,7 @@ class BlockTable:
         self.store.write(writes, stream=stream)  # of nothing too: on a capturing stream it must raise (R21)
 
     def _write_changes(self, writes: Writes, stream: int | None) -> None:
-        if writes.offsets.size:
+        if writes.num_ranges:
             self.store.write(writes, stream=stream)
 
     def _fused_step(self, writes: Writes, batch: Batch, buffers: StepBuffers, stream: int | None) -> None:

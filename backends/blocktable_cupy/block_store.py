@@ -183,7 +183,7 @@ class CupyBlockStore:
         assert isinstance(out, CupyBuffers)
         with self.device.current(), self.inputs(batch, stream) as inputs:
             if inputs.is_capturing:
-                refuse_capture(writes.offsets.size > 0, "A step with pending changes")
+                refuse_capture(writes.num_ranges > 0, "A step with pending changes")
                 self._plain_step(batch, out, stream)
                 return
             fused = self._fused.get(out) or self._make_fused_step(out)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from blocktable import Batch, BlockTableConfig, KernelNode, StepGraph, Writes, pack_changes
+from blocktable import Batch, BlockTableConfig, KernelNode, StepGraph, Writes
 
 APPLY_KERNELS = (("apply_changes_small", 245), ("apply_changes_medium", 1905), ("apply_changes_large", 8165))
 """Kernels that take changes by value, and the int32 entries of that parameter: `Changes` of kernels.cu."""
@@ -36,15 +37,15 @@ class Arguments:
 
     def __init__(self, layout: str) -> None:
         self._packer = struct.Struct("@" + layout)
-        self._memory = np.zeros(self._packer.size, np.uint8)
+        self._memory = ctypes.create_string_buffer(self._packer.size)
         ends = [struct.calcsize("@" + layout[: index + 1]) for index in range(len(layout))]
         sizes = [struct.calcsize("@" + kind) for kind in layout]
-        start = self._memory.ctypes.data
+        start = ctypes.addressof(self._memory)
         self.addresses = [start + end - size for end, size in zip(ends, sizes, strict=True)]
 
     def set(self, *values: int) -> None:
         """Write all of them; one that does not fit its type raises."""
-        self._packer.pack_into(memoryview(self._memory), 0, *values)
+        self._packer.pack_into(self._memory, 0, *values)
 
 
 class HostRunner:
@@ -113,10 +114,10 @@ class FusedStep:
 
     def pack(self, writes: Writes) -> bool:
         """Take a commit's changes; False where they must travel through the staging ring."""
-        if self._takes_changes and pack_changes(writes, self._changes):
+        if self._takes_changes and writes.pack_changes(self._changes):
             return True
         self._changes[:5] = 0
-        return writes.offsets.size == 0
+        return writes.num_ranges == 0
 
     def run(self, batch: Batch, addresses: tuple[int, int, int, int], stream: Any) -> None:
         """Launch the step.
