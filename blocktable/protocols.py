@@ -88,8 +88,8 @@ class Writes:
         """Lay a commit out for a kernel that takes it by value, in its own parameters.
 
         Five counts (single values, ranges, range values, ranges that become NULL, their entries), then: offsets of the
-        single values, those values; offsets of the ranges, where each starts among the range values, those values; offsets
-        of the NULL ranges, where each starts among their entries. All int32: for arenas below 2**31 entries.
+        single values, those values; offsets of the ranges, where each starts among the range values, those values;
+        offsets of the NULL ranges, where each starts among their entries. All int32: for arenas below 2**31 entries.
 
         Args:
             block: [n] int32, written.

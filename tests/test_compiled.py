@@ -1,0 +1,123 @@
+"""The compiled host path gives what the numpy path gives, entry for entry, and refuses what that refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blocktable import BlockTableConfig, BlockTableError, ContextParallel, KVCacheGroup
+from blocktable.rows import HostRows
+
+pytest.importorskip("numba", reason="the compiled host path stands on Numba")
+
+CONFIG = BlockTableConfig(
+    groups=[
+        KVCacheGroup(block_size=16),
+        KVCacheGroup(block_size=48, kernel_block_size=16, sliding_window=64),
+        KVCacheGroup(block_size=4, num_blocks=500),
+    ],
+    max_num_reqs=12,
+    max_num_batched_tokens=64,
+    max_model_len=200,
+    context_parallel=ContextParallel(world_size=2, rank=0, interleave_size=4),
+)
+ONE_GROUP = BlockTableConfig(
+    groups=[KVCacheGroup(block_size=16)], max_num_reqs=12, max_num_batched_tokens=64, max_model_len=200
+)
+
+
+def both(config: BlockTableConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[HostRows, HostRows]:
+    made = []
+    for path in ("compiled", "numpy"):
+        monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
+        made.append(HostRows(config))
+    return made[0], made[1]
+
+
+def same(compiled: HostRows, plain: HostRows) -> None:
+    assert np.array_equal(compiled.mirror, plain.mirror)
+    first, second = compiled.writes(), plain.writes()
+    blocks = [np.zeros(2000, np.int32) for _ in range(2)]
+    used = [writes.pack_changes(block) for writes, block in zip((first, second), blocks, strict=True)]
+    assert used[0] == used[1]
+    assert np.array_equal(blocks[0][: used[0]], blocks[1][: used[1]])
+    assert (first.num_ranges, first.num_bytes) == (second.num_ranges, second.num_bytes)
+    for name in ("offsets", "lengths", "values"):
+        assert np.array_equal(getattr(first, name), getattr(second, name))
+    assert [writes.pack_changes(np.zeros(6, np.int32)) for writes in (first, second)] == [5 * (used[0] == 5)] * 2
+
+
+@pytest.mark.parametrize("config", [CONFIG, ONE_GROUP], ids=["groups", "one"])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_histories_are_equal(config: BlockTableConfig, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R4, R6, R9."""
+    rng = np.random.default_rng(seed)
+    pair = both(config, monkeypatch)
+    taken = 0
+    for step in range(120):
+        rows = rng.permutation(12)[: rng.integers(0, 13)]
+        counts = rng.integers(0, 3, rows.size)
+        ids = [rng.integers(1, 400, counts.sum()).astype(np.int32) for _ in config.groups]
+        if rng.integers(0, 6) == 0:
+            ids[0] = np.empty(0, np.int32)
+        outcomes = []
+        for host in pair:
+            try:
+                host.append_rows(rows, ids[0] if len(ids) == 1 and step % 2 else ids, counts)
+                outcomes.append("")
+            except BlockTableError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+        taken += not outcomes[0]
+        for host in pair:
+            if step % 7 == 0:
+                host.truncate(np.arange(0, 12, 3), 1)
+            if step % 11 == 0:
+                host.copy(np.array([1, 2]), np.array([2, 5]), vacate=True)
+            if step % 23 == 0:
+                host.truncate(np.arange(12), 0)
+        same(*pair)
+        if step % 3 == 0:
+            for host in pair:
+                host.journal.clear()
+    assert taken > 40
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "counts"),
+    [
+        ([0, 0], [[1, 2], [3, 4], [5, 6]], [1, 1]),
+        ([0, 12], [[1, 2], [3, 4], [5, 6]], [1, 1]),
+        ([0, -1], [[1, 2], [3, 4], [5, 6]], [1, 1]),
+        ([0, 1], [[1, 0], [3, 4], [5, 6]], [1, 1]),
+        ([0, 1], [[1, 2], [3, 4], [5, 500]], [1, 1]),
+        ([0, 1], [[1, 2], [3, 4], [5]], [1, 1]),
+        ([0, 1], [[1, 2], [3, 4], [5, 6]], [3, -1]),
+        ([0, 1], [[1] * 60, [3] * 60, [5] * 60], [59, 1]),
+        ([0, 1], [[1, 2], [3, 4]], [1, 1]),
+    ],
+)
+def test_what_is_wrong_is_refused_alike(
+    rows: list[int], ids: list[list[int]], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules: R6, R7."""
+    messages = []
+    for host in both(CONFIG, monkeypatch):
+        with pytest.raises(BlockTableError) as caught:
+            host.append_rows(np.array(rows), [np.array(g, np.int32) for g in ids], np.array(counts))
+        messages.append((type(caught.value), str(caught.value)))
+        assert not host.mirror.any()
+        assert host.writes().num_ranges == 0
+    assert messages[0] == messages[1]
+
+
+def test_the_steady_append_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above compares two paths, not one with itself."""
+    host = both(CONFIG, monkeypatch)[0]
+    calls: list[Any] = []
+    monkeypatch.setattr(host, "append", lambda *args: calls.append(args))
+    host.append_rows(np.array([3, 1]), [np.array([5, 6], np.int32)] * 3, np.array([1, 1]))
+    assert not calls
+    assert host.filled[:, 3].tolist() == [1, 3, 1]
