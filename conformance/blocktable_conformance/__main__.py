@@ -49,6 +49,8 @@ def pytest_arguments(argv: Sequence[str]) -> list[str] | None:
         "--noconftest",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "no:benchmark",
         "--import-mode=importlib",
         *(f"--backend={name}" for name in names),
         *options,

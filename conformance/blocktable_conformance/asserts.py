@@ -95,8 +95,19 @@ def check_table(
     )
 
 
-def check_slots(got: HostArray, expected: Sequence[Slot], *, dtype: str, group: int, shape: Geometry) -> None:
-    """Check a whole slot mapping, [length], against the oracle's slots, which say how each came about."""
+def check_slots(
+    got: HostArray, expected: Sequence[Slot], *, dtype: str, group: int, shape: Geometry, rules: str = ""
+) -> None:
+    """Check a whole slot mapping, [length], against the oracle's slots, which say how each came about.
+
+    Args:
+        got: the slot mapping.
+        expected: [length].
+        dtype: of the slots.
+        group: the group.
+        shape: of the group.
+        rules: what a wrong slot breaks besides the rule that gave it.
+    """
     values = np.array([slot.value for slot in expected], np.int64)
     check_array(got, dtype, values.shape, "R15, R16", f"slot mapping of group {group}")
     if np.array_equal(got, values):
@@ -104,7 +115,8 @@ def check_slots(got: HostArray, expected: Sequence[Slot], *, dtype: str, group: 
     wrong = np.flatnonzero(got != values)
     slot = expected[int(wrong[0])]
     fail(
-        slot.rule, _describe(slot, int(got[wrong[0]]), group, shape) + f"\n  tokens that differ: {wrong.tolist()[:20]}"
+        f"{rules}, {slot.rule}" if rules else slot.rule,
+        _describe(slot, int(got[wrong[0]]), group, shape) + f"\n  tokens that differ: {wrong.tolist()[:20]}",
     )
 
 

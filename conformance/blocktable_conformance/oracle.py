@@ -140,7 +140,7 @@ class Slot(NamedTuple):
 
 
 def place(shape: Geometry, filled: int, position: int) -> tuple[int, int] | str:
-    """Return column and offset of a position in a row of `filled` columns, or the rule that makes it PAD.
+    """Return column and offset of a position in a row of `filled` columns, or the rules that make it PAD.
 
     Rules: R12, R13, R14.
     """
@@ -152,7 +152,7 @@ def place(shape: Geometry, filled: int, position: int) -> tuple[int, int] | str:
     elif shape.share is None:
         local = position
     elif shape.share.owner(position) != shape.share.rank:
-        return "R13"
+        return "R13, R18"
     else:
         local = shape.share.local_index(position)
     column = local // size
@@ -373,7 +373,7 @@ class OracleTable:
         block_id = columns[column]
         if shape.null_is_pad and block_id < shape.blocks_per_kv_block:
             return Slot(PAD, "R13", token, request, row, position, column, block_id)
-        rule = "R14" if shape.slot_mode == "ring" else "R12"
+        rule = "R14" if shape.slot_mode == "ring" else "R12" if shape.share is None else "R12, R18"
         return Slot(block_id * shape.kernel_block_size + offset, rule, token, request, row, position, column, block_id)
 
     # Parts.

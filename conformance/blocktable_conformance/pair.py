@@ -70,6 +70,13 @@ def plain(value: Any) -> Any:
     return value
 
 
+def has_nothing(value: Any) -> bool:
+    """Say whether a call's arguments hold a nothing: None or an empty sequence, in any place (R8)."""
+    if isinstance(value, list | tuple):
+        return len(value) == 0 or any(has_nothing(item) for item in value)
+    return value is None
+
+
 class Pair:
     """One table and its oracle.
 
@@ -116,7 +123,7 @@ class Pair:
                 rules,
                 f"{call} must raise {refused}, but raised {type(raised).__name__}: {raised}",
             )
-        self.check_host()
+        self.check_host("R8" if has_nothing(args) else "")
 
     def refuse(self, error: str, operation: str, *args: Any) -> str:
         """Run a row operation that must be refused with `error`, changing nothing; return the table's sentence."""
@@ -155,36 +162,41 @@ class Pair:
         """Return the host table of each group."""
         return [self.table.host_table(group) for group in range(len(self.config.groups))]
 
-    def check_host(self) -> None:
-        """Check the whole host state."""
+    def check_host(self, rules: str = "") -> None:
+        """Check the whole host state.
+
+        Args:
+            rules: what a wrong entry breaks besides R4 and R2.
+        """
         filled = [[len(self.oracle.columns(g, x)) for x in range(self.config.max_num_reqs)] for g in self._groups()]
         for group, table in enumerate(self.host_tables()):
             expected = self.oracle.host_table(group)
-            check_table(table, expected, filled[group], rules="R4", what="the host table", group=group)
+            both = _joined(rules, "R4" if self.oracle.shapes[group].blocks_per_kv_block == 1 else "R2, R4")
+            check_table(table, expected, filled[group], rules=both, what="the host table", group=group)
         counts = self.table.num_blocks_per_row
         check(
             plain(counts) == self.oracle.num_blocks_per_row(),
-            "R4",
+            _joined(rules, "R4"),
             f"num_blocks_per_row must be {self.oracle.num_blocks_per_row()}, got {plain(counts)}.",
         )
 
     # Device.
 
-    def commit(self) -> None:
+    def commit(self, rules: str = "R9") -> None:
         """Commit and check the whole device state (R9)."""
         self.table.commit()
         self.oracle.commit()
-        self.check_device()
+        self.check_device(rules)
 
-    def check_device(self) -> None:
+    def check_device(self, rules: str = "R9") -> None:
         """Check every table and every filled count on the device against the last commit."""
         filled = self.oracle.device_filled()
         for group in self._groups():
             got = self.subject.to_host(self.table.device_table(group))
             expected = self.oracle.device_table(group)
-            check_table(got, expected, filled[group], rules="R9", what="the device table", group=group)
+            check_table(got, expected, filled[group], rules=rules, what="the device table", group=group)
         counts = self.subject.to_host(self.table.store.table(-1))
-        check(plain(counts) == filled, "R9", f"the device's filled counts must be {filled}, got {plain(counts)}.")
+        check(plain(counts) == filled, rules, f"the device's filled counts must be {filled}, got {plain(counts)}.")
 
     def gather(
         self,
@@ -281,24 +293,29 @@ class Pair:
     def create_buffers(self) -> int:
         """Make one more set of outputs and return its index."""
         self.outputs.append(self._fresh(self.table.create_buffers()))
-        self.check_outputs(-1)
+        self.check_outputs(-1, "R17")
         return len(self.outputs) - 1
 
     def invalidate(self) -> None:
         """Invalidate; after the commit that follows, every set is as fresh (R24)."""
         self.table.invalidate()
-        self.commit()
+        self.commit("R9, R24")
         self.outputs = [self._renewed(outputs) for outputs in self.outputs]
         for index in range(len(self.outputs)):
-            self.check_outputs(index)
+            self.check_outputs(index, "R24")
 
     def _renewed(self, outputs: Outputs) -> Outputs:
         fresh = self._fresh(outputs.buffers)
         check(fresh.addresses == outputs.addresses, "R24", "invalidate() moved a buffer: addresses must stay.")
         return fresh
 
-    def check_outputs(self, index: int = 0) -> tuple[list[HostArray], list[HostArray]]:
-        """Check the whole of a set of buffers; return it on the host."""
+    def check_outputs(self, index: int = 0, rules: str = "") -> tuple[list[HostArray], list[HostArray]]:
+        """Check the whole of a set of buffers; return it on the host.
+
+        Args:
+            index: the set.
+            rules: what a wrong entry breaks besides the rule that gave it, such as R17 in a set that nothing wrote.
+        """
         outputs = self.outputs[index]
         check(outputs.current_addresses() == outputs.addresses, "R17", "a buffer moved: addresses never change.")
         tables = [self.subject.to_host(table) for table in outputs.buffers.block_tables]
@@ -307,8 +324,9 @@ class Pair:
             table = outputs.tables[group]
             if table is not None:
                 filled = outputs.filled[group]
-                check_table(tables[group], table, filled, rules="R10", what="the batch table", group=group)
-            self._check_slots(slots[group], outputs.slots[group], group)
+                both = _joined(rules, self._gather_rules(group))
+                check_table(tables[group], table, filled, rules=both, what="the batch table", group=group)
+            self._check_slots(slots[group], outputs.slots[group], group, rules)
         return tables, slots
 
     # Parts.
@@ -384,7 +402,8 @@ class Pair:
             check_array(views[-1], "int32", (num_reqs_padded, width), "R10", f"the batch table of group {group}")
             filled = self.outputs[outputs].filled[group]
             if num_reqs_padded:
-                check_table(views[-1], expected, filled, rules="R10", what="the batch table's view", group=group)
+                rules = self._gather_rules(group)
+                check_table(views[-1], expected, filled, rules=rules, what="the batch table's view", group=group)
         return views
 
     def _check_slot_views(
@@ -401,5 +420,13 @@ class Pair:
             self._check_slots(views[-1], expected[:num_tokens_padded], group)
         return views
 
-    def _check_slots(self, got: HostArray, expected: Sequence[Slot], group: int) -> None:
-        check_slots(got, expected, dtype=self.config.slot_dtype, group=group, shape=self.oracle.shapes[group])
+    def _gather_rules(self, group: int) -> str:
+        return "R10" if self.oracle.shapes[group].sliding_window is None else "R10, R11"
+
+    def _check_slots(self, got: HostArray, expected: Sequence[Slot], group: int, rules: str = "") -> None:
+        shape = self.oracle.shapes[group]
+        check_slots(got, expected, dtype=self.config.slot_dtype, group=group, shape=shape, rules=rules)
+
+
+def _joined(*rules: str) -> str:
+    return ", ".join(filter(None, rules))

@@ -10,9 +10,11 @@ import json
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from blocktable import CAPABILITIES, Backend, BlockTableError, get_backend, list_backends
 from blocktable_conformance import profiles
@@ -109,6 +111,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Find the backends, before any test module is imported."""
+    home = TemporaryDirectory()  # Hypothesis would make a folder in the caller's
+    config.add_cleanup(home.cleanup)
+    set_hypothesis_home_dir(home.name)
     config.addinivalue_line("markers", "large: a case with a wide table or many tokens; runs in every profile.")
     profile = profiles.PROFILES[config.getoption("--profile")]
     examples = config.getoption("--examples")

@@ -106,10 +106,10 @@ def test_two_sets_of_buffers_hold_their_own(subject: Subject) -> None:
     second = one_request(pair, [1], row=1, outputs=other)
     expect_slots(first, [8], "R17")
     expect_slots(second, [21], "R17")
-    tables, slots = pair.check_outputs(0)
+    tables, slots = pair.check_outputs(0, "R17")
     check_values(slots[0], [8] + [PAD] * 15, "R17", "the first set's slots")
     check(tables[0][0].tolist() == [2, 9, 0, 0], "R17", f"the first set's table changed: {tables[0].tolist()}")
-    pair.check_outputs(other)
+    pair.check_outputs(other, "R17")
 
 
 def test_slots_into_arrays_of_the_caller(subject_once: Subject) -> None:
@@ -127,7 +127,7 @@ def test_slots_into_arrays_of_the_caller(subject_once: Subject) -> None:
         check(address(returned[group]) == address(arrays[group]), "R17", "out= must be written in place.")
         expected = slots + [PAD] * (length - len(slots))
         check_values(subject_once.to_host(arrays[group]), expected, "R15, R17", f"out[{group}]")
-    pair.check_outputs()
+    pair.check_outputs(0, "R17")
 
 
 def test_wrong_outputs_are_refused(subject_once: Subject) -> None:

@@ -1,0 +1,255 @@
+"""Mutants: the plain backend with one step wrong. Each says which rule must catch it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from plain_backend import PlainBackend, PlainMapper, PlainStore
+
+from blocktable import Batch, StepBuffers, Writes
+
+CAUGHT_BY: dict[str, str] = {}
+"""Mutant -> the rule that a failed assertion must name."""
+
+
+def _mutant(
+    rule: str, name: str, *, store: type[PlainStore] = PlainStore, mapper: type[PlainMapper] = PlainMapper
+) -> Any:
+    CAUGHT_BY[name] = rule
+    return type(name, (PlainBackend,), {"name": name, "store_class": store, "mapper_class": mapper})
+
+
+# Slots.
+
+
+class _OffByOne(PlainMapper):
+    def slot(self, group: int, batch: Batch, token: int) -> int:
+        right = super().slot(group, batch, token)
+        return right - 1 if right > 0 else right
+
+
+class _PaddedCount(PlainMapper):
+    """Takes every launched position for a token; the surplus ones for the last request's."""
+
+    def num_tokens(self, batch: Batch, slots: Any) -> int:
+        assert batch.positions is not None
+        return min(len(batch.positions), len(slots)) if batch.num_reqs else 0
+
+    def request_of(self, batch: Batch, token: int) -> int | None:
+        assert batch.query_start_loc is not None
+        surplus = token >= int(batch.query_start_loc[-1])
+        return batch.num_reqs - 1 if surplus else super().request_of(batch, token)
+
+
+class _StaleSlots(PlainMapper):
+    def pad(self, slots: Any, num_tokens: int) -> None:
+        """Leaves what an earlier step wrote."""
+
+
+class _PadsToTheLaunchedCount(PlainMapper):
+    def compute_slot_mappings(self, batch: Batch, out: Any, *, stream: int | None) -> None:
+        assert batch.positions is not None
+        super().compute_slot_mappings(batch, [slots[: len(batch.positions)] for slots in out], stream=stream)
+
+
+class _RankIgnored(PlainMapper):
+    def share(self) -> tuple[int, int, int]:
+        world_size, _, interleave_size = super().share()
+        return world_size, 0, interleave_size
+
+
+class _InterleaveIgnored(PlainMapper):
+    def share(self) -> tuple[int, int, int]:
+        world_size, rank, _ = super().share()
+        return world_size, rank, 1
+
+
+class _Product32(PlainMapper):
+    def product(self, block_id: int, size: int) -> int:
+        return int(np.array(block_id * size).astype(np.int32))
+
+
+class _Group0ForAll(PlainMapper):
+    def block_id(self, group: int, row: int, column: int) -> int:
+        first = self.store.table(0)
+        return int(first.reshape(-1)[min(row * first.shape[1] + column, first.size - 1)])
+
+
+class _WidthAsStride(PlainMapper):
+    """Takes the columns that a row may fill for the distance between rows."""
+
+    def block_id(self, group: int, row: int, column: int) -> int:
+        stride = self.config.capacity(group) * self.config.groups[group].blocks_per_kv_block
+        return int(self.store.table(group).reshape(-1)[row * stride + column])
+
+
+class _UnboundedColumn(PlainMapper):
+    def is_filled(self, group: int, row: int, column: int) -> bool:
+        return row * self.config.width(group) + column < int(self.store.table(group).size)
+
+    def block_id(self, group: int, row: int, column: int) -> int:
+        return int(self.store.table(group).reshape(-1)[row * self.config.width(group) + column])
+
+
+class _BoundedByWidth(PlainMapper):
+    """Bounds the column by the row's width: unallocated columns give slots of block 0."""
+
+    def is_filled(self, group: int, row: int, column: int) -> bool:
+        return column < self.config.width(group)
+
+
+class _NegativePositions(PlainMapper):
+    def is_position(self, position: int) -> bool:
+        return True
+
+    def block_id(self, group: int, row: int, column: int) -> int:
+        return super().block_id(group, row, max(column, -1))
+
+
+class _NullIsNeverPad(PlainMapper):
+    def is_null(self, group: int, block_id: int) -> bool:
+        return False
+
+
+class _NullIsOneKernelBlock(PlainMapper):
+    def is_null(self, group: int, block_id: int) -> bool:
+        return self.config.groups[group].null_is_pad and block_id == 0
+
+
+class _RingOfTheWidth(PlainMapper):
+    def ring_columns(self, group: int, row: int) -> int:
+        return self.config.width(group)
+
+
+class _FirstTokensToTheFirstRequest(PlainMapper):
+    def request_of(self, batch: Batch, token: int) -> int | None:
+        request = super().request_of(batch, token)
+        return 0 if request is None and batch.num_reqs else request
+
+
+# Batch tables.
+
+
+class _DummyIsTheLastRow(PlainStore):
+    def is_row(self, row: int) -> bool:
+        return -self.num_rows <= row < self.num_rows
+
+
+class _PaddedRowsKept(PlainStore):
+    def store_batch_row(self, table: Any, i: int, columns: list[int], batch: Batch) -> None:
+        if i < batch.num_reqs:
+            super().store_batch_row(table, i, columns, batch)
+
+
+class _StaleColumns(PlainStore):
+    def store_batch_row(self, table: Any, i: int, columns: list[int], batch: Batch) -> None:
+        table[i, : len(columns)] = columns
+
+
+class _RowsBehindTheLaunchedOnesKept(PlainStore):
+    def store_batch_row(self, table: Any, i: int, columns: list[int], batch: Batch) -> None:
+        if i < batch.num_reqs_padded:
+            super().store_batch_row(table, i, columns, batch)
+
+
+class _WholeRows(PlainStore):
+    """Copies a row to its width, past the filled count."""
+
+    def batch_row(self, group: int, batch: Batch, i: int) -> list[int]:
+        row = self.row_of(batch, i)
+        return super().batch_row(group, batch, i) if row is None else self._whole(group, row)
+
+    def _whole(self, group: int, row: int) -> list[int]:
+        columns: list[int] = self.table(group)[row].tolist()
+        return columns
+
+
+class _WindowOneShort(PlainStore):
+    def first_token(self, num_computed_tokens: int, window: int) -> int:
+        return num_computed_tokens - window + 2
+
+
+class _WindowOfGlobalTokens(PlainStore):
+    def local_length(self, group: int, length: int) -> int:
+        return length
+
+
+class _FreshBufferEachCall(PlainStore):
+    def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        super().gather(batch, out, stream=stream)
+        object.__setattr__(out, "block_tables", tuple(table.copy() for table in out.block_tables))
+
+
+class _OneSetForAll(PlainStore):
+    """Hands out sets of buffers that lie over each other."""
+
+    first: StepBuffers | None = None
+
+    def create_buffers(self) -> StepBuffers:
+        self.first = self.first or super().create_buffers()
+        return StepBuffers(self.first.block_tables, self.first.slot_mappings)
+
+
+# Memory.
+
+
+class _LosesTheLastRange(PlainStore):
+    def write(self, writes: Writes, *, stream: int | None) -> None:
+        held = self.arena.copy()
+        super().write(writes, stream=stream)
+        if writes.offsets.size > 1:
+            self.arena[writes.offsets[-1] :] = held[writes.offsets[-1] :]
+
+
+class _OneCommitLate(PlainStore):
+    """Writes what the host held at the commit before."""
+
+    late: Writes | None = None
+
+    def write(self, writes: Writes, *, stream: int | None) -> None:
+        if self.late is not None:
+            super().write(self.late, stream=stream)
+        copies = (writes.offsets.copy(), writes.lengths.copy(), writes.values.copy())
+        self.late = Writes(self.config.arena, *copies)
+
+
+class _BuffersKeptAtWakeUp(PlainStore):
+    def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
+        """Leaves what was there."""
+
+
+class _Slots64(PlainStore):
+    def slot_buffer(self) -> Any:
+        return super().slot_buffer().astype(np.int64)
+
+
+OffByOne = _mutant("R12", "OffByOne", mapper=_OffByOne)
+PaddedCount = _mutant("R15", "PaddedCount", mapper=_PaddedCount)
+StaleSlots = _mutant("R15", "StaleSlots", mapper=_StaleSlots)
+PadsToTheLaunchedCount = _mutant("R15", "PadsToTheLaunchedCount", mapper=_PadsToTheLaunchedCount)
+RankIgnored = _mutant("R18", "RankIgnored", mapper=_RankIgnored)
+InterleaveIgnored = _mutant("R12", "InterleaveIgnored", mapper=_InterleaveIgnored)
+Product32 = _mutant("R12", "Product32", mapper=_Product32)
+Group0ForAll = _mutant("R12", "Group0ForAll", mapper=_Group0ForAll)
+WidthAsStride = _mutant("R12", "WidthAsStride", mapper=_WidthAsStride)
+UnboundedColumn = _mutant("R13", "UnboundedColumn", mapper=_UnboundedColumn)
+BoundedByWidth = _mutant("R13", "BoundedByWidth", mapper=_BoundedByWidth)
+NegativePositions = _mutant("R13", "NegativePositions", mapper=_NegativePositions)
+NullIsNeverPad = _mutant("R13", "NullIsNeverPad", mapper=_NullIsNeverPad)
+NullIsOneKernelBlock = _mutant("R13", "NullIsOneKernelBlock", mapper=_NullIsOneKernelBlock)
+RingOfTheWidth = _mutant("R14", "RingOfTheWidth", mapper=_RingOfTheWidth)
+FirstTokensToTheFirstRequest = _mutant("R13", "FirstTokensToTheFirstRequest", mapper=_FirstTokensToTheFirstRequest)
+DummyIsTheLastRow = _mutant("R10", "DummyIsTheLastRow", store=_DummyIsTheLastRow)
+PaddedRowsKept = _mutant("R10", "PaddedRowsKept", store=_PaddedRowsKept)
+StaleColumns = _mutant("R5", "StaleColumns", store=_StaleColumns)
+RowsBehindTheLaunchedOnesKept = _mutant("R10", "RowsBehindTheLaunchedOnesKept", store=_RowsBehindTheLaunchedOnesKept)
+WholeRows = _mutant("R10", "WholeRows", store=_WholeRows)
+WindowOneShort = _mutant("R11", "WindowOneShort", store=_WindowOneShort)
+WindowOfGlobalTokens = _mutant("R11", "WindowOfGlobalTokens", store=_WindowOfGlobalTokens)
+FreshBufferEachCall = _mutant("R17", "FreshBufferEachCall", store=_FreshBufferEachCall)
+OneSetForAll = _mutant("R17", "OneSetForAll", store=_OneSetForAll)
+LosesTheLastRange = _mutant("R9", "LosesTheLastRange", store=_LosesTheLastRange)
+OneCommitLate = _mutant("R9", "OneCommitLate", store=_OneCommitLate)
+BuffersKeptAtWakeUp = _mutant("R24", "BuffersKeptAtWakeUp", store=_BuffersKeptAtWakeUp)
+Slots64 = _mutant("R16", "Slots64", store=_Slots64)

@@ -1,0 +1,193 @@
+"""Mutants of the core: one method replaced, the numpy backend, the suite's row, call and geometry cases.
+
+`python wrong_core.py FOLDER` writes one verdict for each mutant, and one for the core as it is, in one process:
+importing pytest anew for each would take longer than the runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blocktable import BlockTableConfig, ContextParallel, RowCapacityError, Writes
+from blocktable.rows import HostRows
+from blocktable.table import BlockTable
+from blocktable_conformance.__main__ import main as conformance
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+MUTANTS: dict[str, tuple[str, Patch]] = {}
+"""Mutant -> the rule that a failed assertion must name, and what it replaces."""
+
+
+def _mutant(rule: str) -> Callable[[Patch], Patch]:
+    def register(patch: Patch) -> Patch:
+        MUTANTS[patch.__name__] = rule, patch
+        return patch
+
+    return register
+
+
+@_mutant("R4")
+def move_leaves_its_source(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockTable, "move_row", BlockTable.copy_row)
+
+
+@_mutant("R4")
+def repeated_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostRows, "check_rows", lambda self, name, rows: np.asarray(rows, np.int64))
+
+
+@_mutant("R5")
+def tails_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostRows, "_null", lambda self, starts, columns: None)
+
+
+@_mutant("R6")
+def one_id_too_many_is_lost(patch: pytest.MonkeyPatch) -> None:
+    """As numpy does: a list of one broadcasts into an empty slice."""
+    right = HostRows.append
+
+    def append(self: HostRows, rows: Any, block_ids: Any, counts: Any) -> None:
+        try:
+            right(self, rows, block_ids, counts)
+        except RowCapacityError:
+            if counts is not None or block_ids is None or len(block_ids) != 1:
+                raise
+
+    patch.setattr(HostRows, "append", append)
+
+
+@_mutant("R6")
+def groups_change_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    right = HostRows.append
+
+    def append(self: HostRows, rows: Any, block_ids: Any, counts: Any) -> None:
+        num_groups = self.arena.num_groups
+        if num_groups == 1 or counts is not None or block_ids is None or len(block_ids) != num_groups:
+            right(self, rows, block_ids, counts)
+            return
+        for group, ids in enumerate(block_ids):
+            right(self, rows, [ids if index == group else None for index in range(num_groups)], None)
+
+    patch.setattr(HostRows, "append", append)
+
+
+@_mutant("R6")
+def alignment_is_room(patch: pytest.MonkeyPatch) -> None:
+    right = HostRows.__init__
+
+    def init(self: HostRows, config: BlockTableConfig) -> None:
+        right(self, config)
+        self._max_columns = self._widths
+
+    patch.setattr(HostRows, "__init__", init)
+
+
+@_mutant("R7")
+def any_id_is_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostRows, "_refuse_ids", lambda self, group, ids: None)
+
+
+@_mutant("R8")
+def nothing_appended_clears(patch: pytest.MonkeyPatch) -> None:
+    right = BlockTable.append_row
+
+    def append_row(self: BlockTable, row: int, block_ids: Any) -> None:
+        if block_ids is None:
+            self.clear_row(row)
+        else:
+            right(self, row, block_ids)
+
+    patch.setattr(BlockTable, "append_row", append_row)
+
+
+@_mutant("R2")
+def a_block_repeats_its_first_kernel_block(patch: pytest.MonkeyPatch) -> None:
+    def kernel_ids(self: HostRows, ids: Any, blocks: Any) -> Any:
+        expansion = np.repeat(self.columns_per_block.ravel(), blocks.sum(1))
+        return np.repeat(ids * expansion, expansion)
+
+    patch.setattr(HostRows, "_kernel_ids", kernel_ids)
+
+
+@_mutant("R9")
+def a_commit_sends_everything(patch: pytest.MonkeyPatch) -> None:
+    def writes(self: HostRows) -> Writes:
+        size = self.arena.size
+        return Writes(self.arena, np.zeros(1, np.int64), np.array([size], np.int32), self.mirror)
+
+    patch.setattr(HostRows, "writes", writes)
+
+
+@_mutant("R9")
+def a_failed_commit_forgets(patch: pytest.MonkeyPatch) -> None:
+    right = HostRows.writes
+
+    def writes(self: HostRows) -> Writes:
+        pending = right(self)
+        self.journal.clear()
+        return pending
+
+    patch.setattr(HostRows, "writes", writes)
+
+
+@_mutant("R10")
+def occupied_padding_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockTable, "_require_empty_rows", lambda self, start, stop, **options: None)
+
+
+@_mutant("R15")
+def tokens_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockTable, "_check_num_tokens", lambda self, num_tokens, num_tokens_padded, size: None)
+
+
+@_mutant("R16")
+def int32_slots_of_any_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockTableConfig, "_check_int32_slots", lambda self, index, group: None)
+
+
+@_mutant("R18")
+def any_interleave_is_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockTableConfig, "_check_interleave", lambda self, index, group: None)
+
+
+@_mutant("R19")
+def every_rank_is_the_first(patch: pytest.MonkeyPatch) -> None:
+    right = ContextParallel.local_lengths
+
+    def local_lengths(self: ContextParallel, seq_lens: Any) -> Any:
+        first = ContextParallel(world_size=self.world_size, interleave_size=self.interleave_size)
+        return right(first, seq_lens)
+
+    patch.setattr(ContextParallel, "local_lengths", local_lengths)
+
+
+@_mutant("R24")
+def waking_up_sends_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostRows, "invalidate", lambda self: None)
+
+
+SELECTION = "test_cases and not partition"
+
+
+def main(folder: Path) -> None:
+    """Run the suite once over the right core and once over each mutant."""
+    _run(folder / "right.json")
+    for name, (_, replace) in MUTANTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            replace(patch)
+            _run(folder / f"{name}.json")
+
+
+def _run(verdict: Path) -> None:
+    conformance(["numpy", f"--verdict={verdict}", "-q", "--tb=no", "-k", SELECTION])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

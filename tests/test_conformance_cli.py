@@ -1,0 +1,120 @@
+"""`python -m blocktable_conformance`: verdicts, exit status, and that the folder it is run in does not matter."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ONE_TEST = ["-k", "no_requests"]
+MUTANTS = Path(__file__).parent / "mutants"
+
+
+def run(*args: str | Path, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "blocktable_conformance", *map(str, args)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def verdict_lines(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(("PASS ", "FAIL "))]
+
+
+def test_a_backend_by_name(tmp_path: Path) -> None:
+    """It passes, the header says what was tested, and the folder is left as it was."""
+    done = run("numpy", *ONE_TEST, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert verdict_lines(done.stdout) == ["PASS numpy: 1 passed, 0 failed, 0 skipped, 12 launches"]
+    for part in ("backend numpy: numpy (host), from blocktable ", "protocol version: 1", "step paths: separate"):
+        assert part in done.stdout
+    assert "no  graph_capture: " in done.stdout
+    assert "yes int32_slots: " in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_settings_of_the_folder_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --maxfail=nonsense -p no_such_plugin\n")
+    (tmp_path / "conftest.py").write_text("raise RuntimeError('read')\n")
+    (tmp_path / "test_own.py").write_text("def test_own(): assert False\n")
+    assert run("numpy", *ONE_TEST, cwd=tmp_path).returncode == 0
+
+
+def test_a_backend_that_is_not_installed_by_module_and_class() -> None:
+    done = run("plain_backend:PlainBackend", "numpy", *ONE_TEST, cwd=MUTANTS)
+    assert done.returncode == 0, done.stdout
+    assert [line.split()[:2] for line in verdict_lines(done.stdout)] == [
+        ["PASS", "plain_backend:PlainBackend:"],
+        ["PASS", "numpy:"],
+    ]
+
+
+def test_a_wrong_backend_fails_with_its_rule_and_what_the_test_holds() -> None:
+    done = run("wrong_backends:StaleSlots", "numpy", "-k", "shorter_step", cwd=MUTANTS)
+    assert done.returncode == 1
+    words = [line.split()[:2] for line in verdict_lines(done.stdout)]
+    assert words == [["FAIL", "wrong_backends:StaleSlots:"], ["PASS", "numpy:"]]
+    for part in ("R15: wrong slot for token 2: expected slot PAD, got 30", "request None", "Cases: P2. Rules: R15."):
+        assert part in done.stdout
+
+
+def test_a_run_in_which_nothing_ran_fails(tmp_path: Path) -> None:
+    done = run("numpy", "-k", "no_such_test", cwd=tmp_path)
+    assert done.returncode == 1
+    assert verdict_lines(done.stdout) == ["FAIL numpy: nothing ran (0 skipped)"]
+
+
+def test_a_run_in_which_everything_was_skipped_fails(tmp_path: Path) -> None:
+    done = run("numpy", "-k", "test_int32_slots_are_refused_where_not_declared", cwd=tmp_path)
+    assert done.returncode == 1
+    assert verdict_lines(done.stdout) == ["FAIL numpy: nothing ran (1 skipped)"]
+
+
+def test_backends_that_cannot_run_fail_in_a_sentence_and_stop_no_other(tmp_path: Path) -> None:
+    names = ["no_such_backend", "no_such_module:Backend", "json:JSONDecoder"]
+    done = run(*names, "numpy", *ONE_TEST, cwd=tmp_path)
+    assert done.returncode == 1
+    *failed, passed = verdict_lines(done.stdout)
+    for name, line in zip(names, failed, strict=True):
+        assert line.startswith(f"FAIL {name}: unavailable: ")
+        assert len(line.split()) > 6
+    assert passed.startswith("PASS numpy: ")
+
+
+def test_only_a_backend_that_cannot_run(tmp_path: Path) -> None:
+    done = run("no_such_backend", cwd=tmp_path)
+    assert done.returncode == 1
+    assert len(verdict_lines(done.stdout)) == 1
+
+
+def test_no_backend_is_a_usage_error(tmp_path: Path) -> None:
+    done = run(cwd=tmp_path)
+    assert done.returncode == 2
+    assert "blocktable conformance NAME" in done.stderr
+
+
+def test_a_step_path_that_the_backend_lacks_ran_nothing(tmp_path: Path) -> None:
+    done = run("numpy", "--step-path", "fused", *ONE_TEST, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nothing ran" in done.stdout
+
+
+def test_verdicts_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    run("--profile", "small", "--examples=3", "numpy", "--verdict", path, *ONE_TEST, cwd=tmp_path)
+    (verdict,) = json.loads(path.read_text())
+    assert verdict["backend"] == "numpy"
+    assert verdict["is_pass"]
+    assert (verdict["passed"], verdict["failed"], verdict["failures"]) == (1, 0, [])
+
+
+def test_options_of_pytest_pass_through(tmp_path: Path) -> None:
+    done = run("numpy", "--collect-only", "-q", "-k", "golden", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "test_vectors.py::test_golden_vector[numpy-separate-P1]" in done.stdout
+    assert not verdict_lines(done.stdout)
+
+
+def test_the_profile_says_how_much_runs(tmp_path: Path) -> None:
+    few = run("numpy", "--examples", "2", "-k", "history", cwd=tmp_path)
+    more = run("numpy", "--profile", "deep", "--examples=20", "-k", "history", cwd=tmp_path)
+    launches = [int(verdict_lines(done.stdout)[0].split()[-2]) for done in (few, more)]
+    assert few.returncode == more.returncode == 0
+    assert launches[0] < launches[1]

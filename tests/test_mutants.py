@@ -1,0 +1,72 @@
+"""The suite is tested by what it must catch: backends and a core with one fault each.
+
+A mutant must fail by an assertion that names its rule, never by an exception of another kind; the same run over the
+unmutated backend and core must pass. Kernel mutants are run on the padding, bounds, geometry, call and poison cases,
+core mutants on the hand-drawn cases; neither on the sweeps, properties and histories, which would only take longer.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MUTANTS = Path(__file__).parent / "mutants"
+SUITE = [sys.executable, "-m", "blocktable_conformance"]
+
+# The wrong backends are collected and run by the suite's own process; here only their names and rules are needed.
+sys.path.insert(0, str(MUTANTS))
+try:
+    import wrong_backends
+    import wrong_core
+finally:
+    sys.path.remove(str(MUTANTS))
+
+
+def check_caught(verdict: dict[str, Any], rule: str) -> None:
+    """Check that a mutant was caught by an assertion naming `rule`, and by nothing but assertions."""
+    failures = verdict["failures"]
+    assert failures, f"{verdict['backend']} was not caught at all"
+    assert not [failure for failure in failures if failure["error"] != "AssertionError"]
+    named = {name for failure in failures for name in failure["rules"].split(", ")}
+    assert rule in named, f"{verdict['backend']} was caught as {sorted(named)}, not as {rule}"
+
+
+@pytest.fixture(scope="module")
+def kernel_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("kernels") / "verdict.json"
+    names = [f"wrong_backends:{name}" for name in wrong_backends.CAUGHT_BY]
+    selection = "(cases or poison) and not partition"
+    subprocess.run(
+        [*SUITE, "plain_backend:PlainBackend", *names, f"--verdict={path}", "-q", "--tb=no", "-k", selection],
+        cwd=MUTANTS,
+        stdout=subprocess.DEVNULL,
+    )
+    return {verdict["backend"].partition(":")[2]: verdict for verdict in json.loads(path.read_text())}
+
+
+def test_the_plain_backend_passes(kernel_verdicts: dict[str, dict[str, Any]]) -> None:
+    assert kernel_verdicts["PlainBackend"]["is_pass"], kernel_verdicts["PlainBackend"]["failures"]
+
+
+@pytest.mark.parametrize(("name", "rule"), wrong_backends.CAUGHT_BY.items())
+def test_a_wrong_backend_is_caught(kernel_verdicts: dict[str, dict[str, Any]], name: str, rule: str) -> None:
+    check_caught(kernel_verdicts[name], rule)
+
+
+@pytest.fixture(scope="module")
+def core_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("core")
+    subprocess.run([sys.executable, MUTANTS / "wrong_core.py", folder], check=True, stdout=subprocess.DEVNULL)
+    return {path.stem: json.loads(path.read_text())[0] for path in folder.glob("*.json")}
+
+
+def test_the_core_passes(core_verdicts: dict[str, dict[str, Any]]) -> None:
+    assert core_verdicts["right"]["is_pass"], core_verdicts["right"]["failures"]
+
+
+@pytest.mark.parametrize("name", wrong_core.MUTANTS)
+def test_a_wrong_core_is_caught(core_verdicts: dict[str, dict[str, Any]], name: str) -> None:
+    check_caught(core_verdicts[name], wrong_core.MUTANTS[name][0])

@@ -1,0 +1,124 @@
+"""The oracle is held to the golden vectors, to counting, and to the checker of `blocktable replay`."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blocktable import BlockTableConfig
+from blocktable.replay.checker import expected_block_table, expected_slots
+from blocktable.replay.record import NULLED
+from blocktable_conformance import golden, make_vectors
+from blocktable_conformance.oracle import OracleTable, Share
+from blocktable_conformance.strategies import batches, bulk_ids, configs
+
+VECTORS = list(golden.load())
+
+
+@pytest.mark.parametrize("vector", [vector for vector in VECTORS if vector.raises is None], ids=repr)
+def test_the_oracle_gives_the_answers_that_are_written_down(vector: golden.Vector) -> None:
+    """Rules: R2-R15, R18."""
+    answers = golden.OracleAnswers(golden.config_of(vector.config))
+    for operation in vector.operations:
+        assert answers.answer(operation["call"], operation["args"]) == operation["expect"]
+
+
+def test_the_vectors_are_what_the_script_writes(tmp_path: Path) -> None:
+    make_vectors.main(tmp_path)
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written == {path.name: path.read_text() for path in golden.FOLDER.glob("*.json")}
+
+
+def test_a_vector_that_differs_from_the_paper_is_not_written() -> None:
+    scenario = make_vectors.padding()[0]
+    scenario.slots[0][0][1] += 1
+    with pytest.raises(ValueError, match=r"P1: the oracle gives .*, the paper \[80, 82, 82\]"):
+        scenario.answered()
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "new.json").write_text('{"format": 2, "vectors": []}')
+    monkeypatch.setattr(golden, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match="format 2"):
+        list(golden.load())
+
+
+def test_the_vectors_use_no_backend_words() -> None:
+    for path in golden.FOLDER.glob("*.json"):
+        assert not re.search(r"numpy|torch|cuda", path.read_text())
+
+
+@given(
+    world_size=st.integers(1, 9),
+    interleave_size=st.integers(1, 17),
+    position=st.integers(0, 2**40),
+    data=st.data(),
+)
+def test_ranks_share_positions_one_to_one(
+    world_size: int, interleave_size: int, position: int, data: st.DataObject
+) -> None:
+    """Owner and local index lead back to the position. Rules: R12, R18."""
+    share = Share(world_size, 0, interleave_size)
+    owner, local = share.owner(position), share.local_index(position)
+    assert Share(world_size, owner, interleave_size).position(local) == position
+    assert Share(world_size, owner, interleave_size).local_length(position) == local
+
+
+def record_of(oracle: OracleTable, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the oracle's rows as the checker's record: blocks [rows, capacity] and counts [rows]."""
+    blocks = np.full((oracle.num_rows, oracle.shapes[group].capacity), 77, np.int32)
+    counts = np.zeros(oracle.num_rows, np.int64)
+    for row, held in enumerate(oracle.rows[group]):
+        blocks[row, : len(held)] = [NULLED if block is None else block for block in held]
+        counts[row] = len(held)
+    return blocks, counts
+
+
+def filled_oracle(data: st.DataObject, config: BlockTableConfig) -> OracleTable:
+    """Return an oracle whose rows hold drawn blocks, some of them nulled."""
+    oracle = OracleTable(config)
+    rows = list(range(config.max_num_reqs))
+    most = min(shape.capacity for shape in oracle.shapes)
+    ids, counts = data.draw(bulk_ids(oracle.shapes, len(rows), most=min(most, 4)))
+    arrays = ids if isinstance(ids, list) else [ids]
+    oracle.set_rows(rows, [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in arrays], counts)
+    for group, held in enumerate(oracle.rows):
+        for row, blocks in enumerate(held):
+            if blocks and data.draw(st.integers(0, 3)) == 0:
+                oracle.null_range(row, group, 0, data.draw(st.integers(0, len(blocks))))
+    oracle.commit()
+    return oracle
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), config=configs())
+def test_the_checker_of_the_replay_equals_the_oracle(data: st.DataObject, config: BlockTableConfig) -> None:
+    """Two statements of the batch view and the slots, one vectorised and one plain, agree. Rules: R10-R15, R18."""
+    oracle = filled_oracle(data, config)
+    batch = data.draw(batches(config, oracle))
+    assert batch.idx_mapping is not None
+    starts, size = batch.query_start_loc, config.max_num_batched_tokens
+    mappings = oracle.slots(batch.idx_mapping, starts, batch.positions, size)
+    tables = oracle.gather(batch.idx_mapping, batch.num_computed_tokens)
+    computed = None if batch.num_computed_tokens is None else np.array(batch.num_computed_tokens, np.int32)
+    handles = np.array(batch.idx_mapping, np.int32)
+    for group in range(len(config.groups)):
+        blocks, counts = record_of(oracle, group)
+        slots = expected_slots(
+            config,
+            group,
+            blocks,
+            counts,
+            handles,
+            np.array(starts, np.int32),
+            np.array(batch.positions, np.int64),
+            size,
+        )
+        assert slots.tolist() == [slot.value for slot in mappings[group]]
+        narrow = expected_block_table(config, group, blocks, counts, handles, computed)
+        table = np.zeros((config.max_num_reqs, oracle.shapes[group].width), np.int32)
+        table[: narrow.shape[0], : narrow.shape[1]] = narrow
+        assert table.tolist() == tables[group]
