@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from blocktable import BlockTableConfig
 from blocktable_conformance import profiles
@@ -25,7 +25,11 @@ MAX_SETS = 3
 
 
 class TableHistory(RuleBasedStateMachine):
-    """One table's life. Every rule leads table and oracle through the same call; `Pair` compares."""
+    """One table's life. Every rule leads table and oracle through the same call; `Pair` compares.
+
+    Hypothesis picks each rule equally often, so what fills rows and what reads them stands here twice, and the many
+    ways of emptying rows are one rule.
+    """
 
     subject: Subject
 
@@ -37,86 +41,76 @@ class TableHistory(RuleBasedStateMachine):
         self.shapes = self.pair.oracle.shapes
         self.num_rows = config.max_num_reqs
 
-    # One row at a time.
+    # What the rules draw.
 
     def _row(self, data: st.DataObject) -> int:
         return int(data.draw(st.integers(0, self.num_rows - 1)))
+
+    def _rows(self, data: st.DataObject) -> list[int]:
+        return list(data.draw(distinct_rows(self.num_rows)))
+
+    def _group(self, data: st.DataObject) -> int:
+        return int(data.draw(st.integers(0, len(self.shapes) - 1)))
+
+    def _set(self, data: st.DataObject) -> int:
+        return int(data.draw(st.integers(0, len(self.pair.outputs) - 1)))
 
     def _ids(self, data: st.DataObject) -> Any:
         per_group = [data.draw(block_ids(shape, max_size=3)) for shape in self.shapes]
         return per_group[0] if len(per_group) == 1 and data.draw(st.booleans()) else per_group
 
-    @rule(data=st.data())
-    def append_row(self, data: st.DataObject) -> None:
-        """Append, also over capacity."""
-        self.pair.do("append_row", self._row(data), self._ids(data))
+    # Rows.
 
-    @rule(data=st.data())
-    def set_row(self, data: st.DataObject) -> None:
-        """Replace, also by nothing or over capacity."""
-        self.pair.do("set_row", self._row(data), self._ids(data))
+    @rule(data=st.data(), operation=st.sampled_from(["append_row", "append_rows", "set_row", "set_rows"]))
+    def fill(self, data: st.DataObject, operation: str) -> None:
+        """Append or replace, one row or several, also over capacity, also by nothing."""
+        if operation.endswith("_row"):
+            self.pair.do(operation, self._row(data), self._ids(data))
+        else:
+            rows = self._rows(data)
+            self.pair.do(operation, rows, *data.draw(bulk_ids(self.shapes, len(rows))))
 
-    @rule(data=st.data(), operation=st.sampled_from(["move_row", "swap_rows", "copy_row"]))
-    def between_rows(self, data: st.DataObject, operation: str) -> None:
-        """Move, swap or fork, also onto itself."""
-        self.pair.do(operation, self._row(data), self._row(data))
+    @rule(data=st.data(), operation=st.sampled_from(["append_row", "append_rows"]))
+    def fill_more(self, data: st.DataObject, operation: str) -> None:
+        """Append, so that histories do not stay near the empty table."""
+        self.fill(data, operation)
 
-    @rule(data=st.data())
-    def clear_row(self, data: st.DataObject) -> None:
-        """Empty a row."""
-        self.pair.do("clear_row", self._row(data))
+    @rule(data=st.data(), operation=st.sampled_from(["move_row", "swap_rows", "copy_row", "permute_rows"]))
+    def rearrange(self, data: st.DataObject, operation: str) -> None:
+        """Move, swap or fork, also onto itself; or many moves and swaps at once."""
+        if operation == "permute_rows":
+            src = self._rows(data)
+            self.pair.do(operation, src, data.draw(st.permutations(range(self.num_rows)))[: len(src)])
+        else:
+            self.pair.do(operation, self._row(data), self._row(data))
 
-    @rule(data=st.data(), num_blocks=st.integers(0, 4))
-    def truncate_row(self, data: st.DataObject, num_blocks: int) -> None:
-        """Roll back, by one number or one for each group."""
-        per_group = data.draw(st.booleans())
-        self.pair.do("truncate_row", self._row(data), [num_blocks] * len(self.shapes) if per_group else num_blocks)
+    @rule(
+        data=st.data(), operation=st.sampled_from(["truncate_row", "truncate_rows", "clear_row", "clear_rows", "clear"])
+    )
+    def empty(self, data: st.DataObject, operation: str) -> None:
+        """Roll back, by one number or one for each group, or empty rows."""
+        if operation == "truncate_row":
+            kept = data.draw(st.integers(0, 4))
+            self.pair.do(operation, self._row(data), [kept] * len(self.shapes) if data.draw(st.booleans()) else kept)
+        elif operation == "truncate_rows":
+            rows, shift = self._rows(data), data.draw(st.integers(0, 3))
+            self.pair.do(operation, rows, [(row + shift) % 4 for row in rows])
+        elif operation == "clear_row":
+            self.pair.do(operation, self._row(data))
+        elif operation == "clear_rows":
+            self.pair.do(operation, self._rows(data))
+        else:
+            self.pair.do(operation)
 
-    @rule(data=st.data(), start=st.integers(0, 3), length=st.integers(0, 3))
-    def null_range(self, data: st.DataObject, start: int, length: int) -> None:
-        """Evict blocks, also more than there are."""
-        group = data.draw(st.integers(0, len(self.shapes) - 1))
-        self.pair.do("null_range", self._row(data), group, start, start + length)
-
-    # Many at a time.
-
-    @rule(data=st.data(), operation=st.sampled_from(["append_rows", "append_rows", "set_rows"]))
-    def bulk_blocks(self, data: st.DataObject, operation: str) -> None:
-        """Append to or replace several rows, also over capacity."""
-        rows = data.draw(distinct_rows(self.num_rows))
-        self.pair.do(operation, rows, *data.draw(bulk_ids(self.shapes, len(rows))))
-
-    @rule(data=st.data())
-    def clear_rows(self, data: st.DataObject) -> None:
-        """Empty several rows."""
-        self.pair.do("clear_rows", data.draw(distinct_rows(self.num_rows)))
-
-    @rule(data=st.data(), shift=st.integers(0, 3))
-    def truncate_rows(self, data: st.DataObject, shift: int) -> None:
-        """Roll several rows back, each to its own number."""
-        rows = data.draw(distinct_rows(self.num_rows))
-        kept = [(row + shift) % 4 for row in rows]
-        per_group = len(rows) > 0 and data.draw(st.booleans())
-        self.pair.do("truncate_rows", rows, [kept] * len(self.shapes) if per_group else kept)
-
-    @rule(data=st.data(), start=st.integers(0, 2), length=st.integers(0, 2))
-    def null_ranges(self, data: st.DataObject, start: int, length: int) -> None:
-        """Evict from several rows."""
-        rows = data.draw(distinct_rows(self.num_rows))
-        group = data.draw(st.integers(0, len(self.shapes) - 1))
-        self.pair.do("null_ranges", rows, group, [start] * len(rows), [start + length] * len(rows))
-
-    @rule(data=st.data())
-    def permute_rows(self, data: st.DataObject) -> None:
-        """Move and swap many rows at once."""
-        src = data.draw(distinct_rows(self.num_rows))
-        dst = data.draw(st.lists(st.integers(0, self.num_rows - 1), unique=True, min_size=len(src), max_size=len(src)))
-        self.pair.do("permute_rows", src, dst)
-
-    @rule()
-    def clear(self) -> None:
-        """Empty the table."""
-        self.pair.do("clear")
+    @rule(data=st.data(), start=st.integers(0, 3), length=st.integers(0, 3), many=st.booleans())
+    def evict(self, data: st.DataObject, start: int, length: int, many: bool) -> None:
+        """Null blocks of one row or several, also more than there are."""
+        if many:
+            rows = self._rows(data)
+            bounds = [start] * len(rows), [start + length] * len(rows)
+            self.pair.do("null_ranges", rows, self._group(data), *bounds)
+        else:
+            self.pair.do("null_range", self._row(data), self._group(data), start, start + length)
 
     @rule(data=st.data())
     def wrong_call(self, data: st.DataObject) -> None:
@@ -138,43 +132,9 @@ class TableHistory(RuleBasedStateMachine):
 
     # The device.
 
-    @rule()
-    def commit(self) -> None:
-        """Commit; the whole device is compared."""
-        self.pair.commit()
-
     def _batch(self, data: st.DataObject) -> BatchDraw:
         batch: BatchDraw = data.draw(batches(self.config, self.pair.oracle, in_place=True))
         return batch
-
-    def _set(self, data: st.DataObject) -> int:
-        return int(data.draw(st.integers(0, len(self.pair.outputs) - 1)))
-
-    @rule(data=st.data())
-    def gather(self, data: st.DataObject) -> None:
-        """Gather without a commit: the last committed rows."""
-        batch = self._batch(data)
-        if batch.idx_mapping is None and (batch.num_reqs_padded or 0) > batch.num_reqs:
-            self.pair.commit()  # padding rows in place must be empty on the device too
-        self.pair.gather(
-            batch.idx_mapping,
-            batch.num_reqs_padded,
-            num_reqs=batch.num_reqs,
-            num_computed_tokens=batch.num_computed_tokens,
-            outputs=self._set(data),
-        )
-
-    @rule(data=st.data())
-    def compute_slot_mappings(self, data: st.DataObject) -> None:
-        """Compute slots without a commit."""
-        batch = self._batch(data)
-        self.pair.compute(
-            batch.idx_mapping,
-            batch.query_start_loc,
-            batch.positions,
-            num_tokens_padded=batch.num_tokens_padded,
-            outputs=self._set(data),
-        )
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -190,21 +150,39 @@ class TableHistory(RuleBasedStateMachine):
             outputs=self._set(data),
         )
 
-    @precondition(lambda self: len(self.pair.outputs) < MAX_SETS)
-    @rule()
-    def create_buffers(self) -> None:
-        """Make one more set of outputs."""
-        self.pair.create_buffers()
+    @rule(data=st.data())
+    def step_again(self, data: st.DataObject) -> None:
+        """Do one more step, perhaps into another set."""
+        self.step(data)
 
-    @rule()
-    def invalidate(self) -> None:
-        """Sleep and wake."""
-        self.pair.invalidate()
+    @rule(data=st.data())
+    def look_without_commit(self, data: st.DataObject) -> None:
+        """Gather and compute slots without a commit: both see the last committed rows."""
+        batch, outputs = self._batch(data), self._set(data)
+        if batch.idx_mapping is None and (batch.num_reqs_padded or 0) > batch.num_reqs:
+            self.pair.commit()  # padding rows in place must be empty on the device too
+        self.pair.gather(
+            batch.idx_mapping,
+            batch.num_reqs_padded,
+            num_reqs=batch.num_reqs,
+            num_computed_tokens=batch.num_computed_tokens,
+            outputs=outputs,
+        )
+        self.pair.compute(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            batch.positions,
+            num_tokens_padded=batch.num_tokens_padded,
+            outputs=self._set(data),
+        )
 
-    @rule()
-    def verify(self) -> None:
-        """Let the table compare itself."""
-        self.pair.table.verify()
+    @rule(what=st.sampled_from(["commit", "commit", "verify", "create_buffers", "invalidate"]))
+    def tend(self, what: str) -> None:
+        """Commit, let the table compare itself, make a set of outputs, or sleep and wake."""
+        if what == "verify":
+            self.pair.table.verify()
+        elif what != "create_buffers" or len(self.pair.outputs) < MAX_SETS:
+            getattr(self.pair, what)()
 
     def teardown(self) -> None:
         """Every set still holds what was last written to it, and a last commit makes device and host equal."""
