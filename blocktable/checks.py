@@ -10,6 +10,10 @@ import numpy as np
 from blocktable.errors import ArgumentError, DtypeError, RowIndexError
 from blocktable.protocols import IntArray
 
+_NUMPY_DTYPES = {name: np.dtype(name) for name in ("int32", "int64")}
+_TENSOR_TYPES: set[type] = set()  # torch's classes and dtypes, as they are met: the core imports no torch
+_TENSOR_DTYPES: dict[Any, str] = {}
+
 _NO_IDS: IntArray = np.empty(0, np.int32)
 
 
@@ -149,7 +153,11 @@ def array_spec(name: str, array: Any) -> ArraySpec:
         return ArraySpec(array.dtype.name, array.shape, array.flags.c_contiguous)
     dtype, shape = getattr(array, "dtype", None), getattr(array, "shape", None)
     if shape is not None and hasattr(array, "is_contiguous"):  # torch, and anything that speaks like it
-        return ArraySpec(str(dtype).removeprefix("torch."), tuple(shape), bool(array.is_contiguous()))
+        spec = ArraySpec(str(dtype).removeprefix("torch."), tuple(shape), bool(array.is_contiguous()))
+        if type(array).__module__ == "torch":
+            _TENSOR_TYPES.add(type(array))
+            _TENSOR_DTYPES[dtype] = spec.dtype
+        return spec
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
         name_of_dtype = np.dtype(interface["typestr"]).name
@@ -180,9 +188,14 @@ def vector_length(name: str, array: Any, dtype: str) -> int:
         DtypeError: another dtype; it is never converted.
         ArgumentError: another number of dimensions, or strided.
     """
-    # The common case first: this runs for every input of every step.
-    if type(array) is np.ndarray and array.ndim == 1 and array.dtype.name == dtype and array.flags.c_contiguous:
-        return array.size
+    # The common cases first: this runs for every input of every step.
+    kind = type(array)
+    if kind is np.ndarray:
+        if array.dtype == _NUMPY_DTYPES[dtype] and array.ndim == 1 and array.flags.c_contiguous:
+            return int(array.size)
+    elif kind in _TENSOR_TYPES and _TENSOR_DTYPES.get(array.dtype) == dtype and array.dim() == 1:
+        if array.is_contiguous():
+            return int(array.numel())
     spec = array_spec(name, array)
     if spec.dtype != dtype:
         raise DtypeError(f"{name} must be {dtype}, got {spec.dtype}; convert it once, outside the step.")

@@ -75,6 +75,7 @@ class Writes:
         lengths: [n] int32. Entries of each range, at least 1.
         values: [sum(lengths)] int32. New contents, range after range.
         num_ranges: n.
+        num_bytes: what a backend sends when it sends the ranges as they are.
     """
 
     def __init__(self, arena: Arena, offsets: IntArray, lengths: IntArray, values: IntArray) -> None:
@@ -83,6 +84,7 @@ class Writes:
         self.lengths = lengths
         self.values = values
         self.num_ranges = offsets.size
+        self.num_bytes = int(offsets.nbytes + lengths.nbytes + values.nbytes)
 
     def pack_changes(self, block: IntArray) -> int:
         """Lay a commit out for a kernel that takes it by value, in its own parameters.
@@ -157,11 +159,6 @@ class Writes:
         value_starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
         values = self.values[ranges(piece_starts - self.offsets[source] + value_starts[source], piece_lengths)]
         return Writes(arena, piece_starts, piece_lengths.astype(np.int32), values)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a backend sends to the device when it sends the ranges as they are."""
-        return int(self.offsets.nbytes + self.lengths.nbytes + self.values.nbytes)
 
     @cached_property
     def groups(self) -> IntArray:

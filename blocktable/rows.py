@@ -91,10 +91,11 @@ def _merge_ranges(offsets: IntArray, lengths: IntArray) -> tuple[IntArray, IntAr
 class _CompiledWrites(Writes):
     """The changes of one commit, still in the journal: arrays are made when a backend asks for them."""
 
-    def __init__(self, rows: HostRows) -> None:
+    def __init__(self, rows: HostRows, num_values: int) -> None:
         self.arena = rows.arena
         self._rows = rows
         self.num_ranges = rows.journal.size
+        self.num_bytes = 12 * self.num_ranges + 4 * num_values
 
     @cached_property
     def _plain(self) -> Writes:
@@ -111,12 +112,6 @@ class _CompiledWrites(Writes):
     @property
     def values(self) -> IntArray:  # type: ignore[override]
         return self._plain.values
-
-    @property
-    def num_bytes(self) -> int:
-        journal = self._rows.journal
-        total: int = self._rows._compiled.total_length(journal.lengths, self.num_ranges)
-        return 12 * self.num_ranges + 4 * total
 
     def pack_changes(self, block: IntArray) -> int:
         journal = self._rows.journal
@@ -391,8 +386,8 @@ class HostRows:
         """Return what differs from the device, without forgetting it."""
         if self._compiled is not None:
             journal = self.journal
-            journal.size = self._compiled.merge(journal.offsets, journal.lengths, journal.size)
-            return _CompiledWrites(self)
+            journal.size, num_values = self._compiled.merge(journal.offsets, journal.lengths, journal.size)
+            return _CompiledWrites(self, num_values)
         return self.plain_writes()
 
     def plain_writes(self) -> Writes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from blocktable.errors import DtypeError
@@ -69,19 +71,24 @@ def stream_owner(array: Any) -> tuple[str, int] | None:
     return None
 
 
-def current_stream(owner: tuple[str, int] | None) -> int | None:
-    """Return the handle of a library's current stream; None: the backend's own.
+def current_stream_getter(owner: tuple[str, int] | None) -> Callable[[], int | None]:
+    """Return what says the handle of a library's current stream; None: the backend's own.
 
     Where no library is known yet, a capture that torch has begun on the current device is still noticed: work on
     another stream would break it.
     """
     if owner is None:
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
-            return None
-        owner = "torch", torch.cuda.current_device()
+        return _capturing_stream_of_torch
     library, device = owner
     if library == "torch":
         # The raw handle costs 0.2 us, torch.cuda.current_stream() 4 to 8.
-        return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(device))
-    return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+        return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, device)
+    cuda = sys.modules["cupy"].cuda
+    return lambda: int(cuda.get_current_stream().ptr)
+
+
+def _capturing_stream_of_torch() -> int | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+        return None
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))

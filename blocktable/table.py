@@ -23,7 +23,7 @@ from blocktable.errors import ArgumentError, BlockTableError, ConfigError, Dtype
 from blocktable.protocols import Array, Backend, Batch, BlockStore, IntArray, SlotMapper, Step, StepBuffers, Writes
 from blocktable.registry import check_backend, get_backend
 from blocktable.rows import HostRows
-from blocktable.streams import current_stream, stream_handle, stream_owner
+from blocktable.streams import current_stream_getter, stream_handle, stream_owner
 
 StepPath = Literal["auto", "separate", "fused"]
 
@@ -104,15 +104,19 @@ class BlockTable:
             self._require("int32_slots", 'slot_dtype="int32"')
         if step_path == "fused":
             self._require("fused_step", 'step_path="fused"')
-        self._is_fused = step_path != "separate" and "fused_step" in self.backend.capabilities
         self._has_streams = "streams" in self.backend.capabilities
         self._stream_owner: tuple[str, int] | None = None  # who made the last inputs
+        self._last_array: Array | None = None
+        self._current_stream: Callable[[], int | None] = current_stream_getter(None)
         self._has_windows = any(group.sliding_window is not None for group in config.groups)
         self._rows = HostRows(config)
         self._is_invalid = False
+        self._last_batch = Batch(None, None, None, 0, 0)
         self.num_bytes_sent: int = 0
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
+        is_fused = step_path != "separate" and "fused_step" in self.backend.capabilities
+        self._fused_step: Any = getattr(self.store, "step", None) if is_fused else None
         self._views: weakref.WeakKeyDictionary[StepBuffers, _Views] = weakref.WeakKeyDictionary()
         self.buffers: StepBuffers = self.create_buffers()
 
@@ -306,7 +310,10 @@ class BlockTable:
 
         Rules: R9, R21, R22, R24.
         """
-        self._commit(self._stream(stream, None), self._write)
+        handle = self._stream(stream, None)
+        writes = self._begin_commit(handle)
+        self.store.write(writes, stream=handle)  # of nothing too: on a capturing stream it must raise (R21)
+        self._end_commit(writes)
 
     def gather(
         self,
@@ -416,10 +423,14 @@ class BlockTable:
         self._check_num_tokens(batch.num_positions, num_tokens_padded, self.config.max_num_batched_tokens)
         views, buffers = self._views_of(out), self._buffers(out)
         handle = self._stream(stream, positions)
-        if self._is_fused:
-            self._commit(handle, lambda writes, handle: self._fused_step(writes, batch, buffers, handle))
+        writes = self._begin_commit(handle)
+        if self._fused_step is not None:
+            self._fused_step(writes, batch, buffers, stream=handle)
+            self._end_commit(writes)
         else:
-            self._commit(handle, self._write_changes)
+            if writes.num_ranges:
+                self.store.write(writes, stream=handle)
+            self._end_commit(writes)
             if batch.wants_tables:
                 self.store.gather(batch, buffers, stream=handle)
             self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=handle)
@@ -437,9 +448,8 @@ class BlockTable:
     def warmup(self) -> None:
         """Compile and load everything a later step needs. Modifies no row and no set of buffers. Rules: R21."""
         nothing = np.empty(0, np.int64)
-        self.store.write(
-            Writes(self.config.arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32)), stream=None
-        )
+        no_writes = Writes(self.config.arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32))
+        self.store.write(no_writes, stream=None)
         buffers = self.store.create_buffers()
         dummy, starts, positions, computed = (
             self.backend.from_host(np.array(values, dtype), self.device)
@@ -450,6 +460,8 @@ class BlockTable:
                 batch = Batch(idx_mapping, starts, positions, 1, 1, num_computed_tokens, 1)
                 self.store.gather(batch, buffers, stream=None)
                 self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=None)
+                if self._fused_step is not None:
+                    self._fused_step(no_writes, batch, buffers, stream=None)
         self.backend.synchronize(self.device)
 
     def invalidate(self) -> None:
@@ -462,27 +474,17 @@ class BlockTable:
         self._rows.invalidate()
         self._is_invalid = True
 
-    def _commit(self, stream: int | None, apply: Callable[[Writes, int | None], None]) -> None:
-        """Hand what is pending to `apply`, and forget it once that has returned."""
+    def _begin_commit(self, stream: int | None) -> Writes:
         if self._is_invalid:
             for buffers in list(self._views):
                 self.store.reset_buffers(buffers, stream=stream)
-        writes = self._rows.writes()
-        apply(writes, stream)
+        return self._rows.writes()
+
+    def _end_commit(self, writes: Writes) -> None:
+        """Forget what the store has taken; until then it stays pending."""
         self._rows.journal.clear()
         self._is_invalid = False
         self.num_bytes_sent += writes.num_bytes
-
-    def _write(self, writes: Writes, stream: int | None) -> None:
-        self.store.write(writes, stream=stream)  # of nothing too: on a capturing stream it must raise (R21)
-
-    def _write_changes(self, writes: Writes, stream: int | None) -> None:
-        if writes.num_ranges:
-            self.store.write(writes, stream=stream)
-
-    def _fused_step(self, writes: Writes, batch: Batch, buffers: StepBuffers, stream: int | None) -> None:
-        store: Any = self.store  # declares fused_step, so it has step()
-        store.step(writes, batch, buffers, stream=stream)
 
     def _stream(self, stream: Any, array: Array | None) -> int | None:
         if not self._has_streams:
@@ -491,9 +493,11 @@ class BlockTable:
             return None
         if stream is not None:
             return stream_handle(stream)
-        if array is not None:
+        if array is not None and array is not self._last_array:
+            self._last_array = array
             self._stream_owner = stream_owner(array) or self._stream_owner
-        return current_stream(self._stream_owner)
+            self._current_stream = current_stream_getter(self._stream_owner)
+        return self._current_stream()
 
     # Arguments of a step.
 
@@ -509,22 +513,35 @@ class BlockTable:
         will_commit: bool = False,
     ) -> Batch:
         requests = self._num_reqs(idx_mapping, query_start_loc, num_reqs)
-        padded = requests if num_reqs_padded is None else int_scalar("num_reqs_padded", num_reqs_padded)
+        padded = requests if num_reqs_padded is None else num_reqs_padded
+        num_positions = 0 if positions is None else vector_length("positions", positions, "int64")
+        if num_computed_tokens is not None:
+            length = vector_length("num_computed_tokens", num_computed_tokens, "int32")
+            if length != requests:
+                raise ArgumentError(f"num_computed_tokens must hold {requests} entries, one a request, got {length}.")
+        last = self._last_batch
+        if (
+            last.positions is positions
+            and last.idx_mapping is idx_mapping
+            and last.query_start_loc is query_start_loc
+            and last.num_computed_tokens is num_computed_tokens
+            and last.num_reqs == requests
+            and last.num_reqs_padded == padded
+            and last.num_positions == num_positions
+            and idx_mapping is not None
+        ):
+            return last  # a steady step makes nothing
+        padded = int_scalar("num_reqs_padded", padded)
         if not requests <= padded <= self.config.max_num_reqs:
             raise ArgumentError(
                 f"num_reqs_padded {padded} must be at least the {requests} requests of the batch and at most "
                 f"max_num_reqs {self.config.max_num_reqs}."
             )
-        if num_computed_tokens is not None:
-            length = vector_length("num_computed_tokens", num_computed_tokens, "int32")
-            if length != requests:
-                raise ArgumentError(f"num_computed_tokens must hold {requests} entries, one a request, got {length}.")
         if idx_mapping is None and padded > requests:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
-        num_positions = 0 if positions is None else vector_length("positions", positions, "int64")
         # With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy.
         wants_tables = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
-        return Batch(
+        self._last_batch = Batch(
             idx_mapping,
             query_start_loc,
             positions,
@@ -534,6 +551,7 @@ class BlockTable:
             num_positions,
             wants_tables,
         )
+        return self._last_batch
 
     def _num_reqs(self, idx_mapping: Array | None, query_start_loc: Array | None, num_reqs: int | None) -> int:
         found: dict[str, int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,24 +39,25 @@ class CupyBuffers(StepBuffers):
         batch: [arena.size + 2 + num_groups * max_num_reqs] int32. The batch tables and how many columns each row holds,
             laid out as the arena; then how many rows the last batch had, and the fused step's copy of these counts.
         slots: [num_groups * max_num_batched_tokens] of the slot dtype.
+        fused: the fused step over them.
     """
 
     batch: Any
     slots: Any
+    fused: FusedStep
 
 
 class Inputs(NamedTuple):
     """One call's inputs as addresses, 0 where there is none, and the native stream to launch on."""
 
     stream: Any
-    is_capturing: bool
     positions: int
     idx_mapping: int
     query_start_loc: int
     num_computed_tokens: int
 
 
-INPUTS = Inputs._fields[2:]  # positions first: it is the one of 8-byte entries
+INPUTS = Inputs._fields[1:]  # positions first: it is the one of 8-byte entries
 
 
 class CupyBlockStore:
@@ -74,11 +74,14 @@ class CupyBlockStore:
             device.kernel(name, config.slot_dtype)
             for name in ("scatter_writes", "null_stale_columns", "gather_block_tables")
         )
+        self._fused_kernels = {
+            name: device.kernel(name, config.slot_dtype)
+            for name in (*(name for name, _ in APPLY_KERNELS), "step_batch")
+        }
         self._steady_entries = steady_entries(config)
         slots = [device.staging_slot(self._steady_entries) for _ in range(config.steps_in_flight)]
         self._writes_ring: StagingRing[Any] = StagingRing(slots, device.wait)
         self._inputs_ring: StagingRing[Any] | None = None  # made when host arrays first come
-        self._fused: weakref.WeakKeyDictionary[StepBuffers, FusedStep] = weakref.WeakKeyDictionary()
         self._last_stream: Any = None
         self._captured_stream: Any = None
         nothing = np.empty(0, np.int64)
@@ -146,11 +149,13 @@ class CupyBlockStore:
         num_tokens = self.config.max_num_batched_tokens
         slots = device.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
         device.synchronize()
+        addresses = (self.groups_address, self.arena_address, device.address(batch), device.address(slots))
         return CupyBuffers(
             block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
             slot_mappings=tuple(slots[g * num_tokens : (g + 1) * num_tokens] for g in range(arena.num_groups)),
             batch=batch,
             slots=slots,
+            fused=FusedStep(self.config, self._fused_kernels, device.step_runner, addresses),
         )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
@@ -181,35 +186,29 @@ class CupyBlockStore:
     def step(self, writes: Writes, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         """Do a whole step; inside a foreign capture by the plain kernels (R21)."""
         assert isinstance(out, CupyBuffers)
-        with self.device.current(), self.inputs(batch, stream) as inputs:
-            if inputs.is_capturing:
+        with self.device.current():
+            native, capturing = self.enter(stream)
+            if capturing:
                 refuse_capture(writes.num_ranges > 0, "A step with pending changes")
                 self._plain_step(batch, out, stream)
-                return
-            fused = self._fused.get(out) or self._make_fused_step(out)
-            if not (self._takes_params and fused.pack(writes)):
-                fused.pack(self._no_writes)
+            elif self._has_host_arrays(batch):
                 self.write(writes, stream=stream)
-            addresses = (
-                inputs.idx_mapping,
-                inputs.num_computed_tokens,
-                inputs.query_start_loc,
-                inputs.positions,
-            )
-            fused.run(batch, addresses, inputs.stream)
+                self._plain_step(batch, out, stream)
+            else:
+                if not (self._takes_params and out.fused.pack(writes)):
+                    out.fused.pack(self._no_writes)
+                    self.write(writes, stream=stream)
+                out.fused.run(batch, self.device.address, native)
+
+    def _has_host_arrays(self, batch: Batch) -> bool:
+        return not self.device.takes_host_arrays and any(
+            isinstance(array, np.ndarray) for array in (batch.positions, batch.query_start_loc, batch.idx_mapping)
+        )
 
     def _plain_step(self, batch: Batch, out: StepBuffers, stream: int | None) -> None:
         if batch.wants_tables:
             self.gather(batch, out, stream=stream)
         self.mapper.compute_slot_mappings(batch, out.slot_mappings, stream=stream)
-
-    def _make_fused_step(self, out: CupyBuffers) -> FusedStep:
-        address = self.device.address
-        names = [*(name for name, _ in APPLY_KERNELS), "step_batch"]
-        kernels = {name: self.device.kernel(name, self.config.slot_dtype) for name in names}
-        addresses = (self.groups_address, self.arena_address, address(out.batch), address(out.slots))
-        made = self._fused[out] = FusedStep(self.config, kernels, self.device.step_runner, addresses)
-        return made
 
     @contextmanager
     def inputs(self, batch: Batch, handle: int | None) -> Iterator[Inputs]:
@@ -224,7 +223,7 @@ class CupyBlockStore:
             elif array is not None:
                 addresses[name] = device.address(array)
         if not host:
-            yield Inputs(stream, capturing, **addresses)
+            yield Inputs(stream, **addresses)
             return
         refuse_capture(capturing, "A step over host arrays")
         ring = self._host_inputs_ring()
@@ -236,7 +235,7 @@ class CupyBlockStore:
             addresses[name] = slot.address + 4 * end
             end += entries.size
         device.send(slot, end, stream)
-        yield Inputs(stream, capturing, **addresses)
+        yield Inputs(stream, **addresses)
         ring.release(device.mark(stream))
 
     def _host_inputs_ring(self) -> StagingRing[Any]:

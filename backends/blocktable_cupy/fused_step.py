@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from blocktable import Batch, BlockTableConfig, KernelNode, StepGraph, Writes
 
 APPLY_KERNELS = (("apply_changes_small", 245), ("apply_changes_medium", 1905), ("apply_changes_large", 8165))
 """Kernels that take changes by value, and the int32 entries of that parameter: `Changes` of kernels.cu."""
+
+HEADER, NULLS = 5, 4
+"""Counts before packed changes, and which of them counts the entries of NULL ranges."""
 
 BLOCK = 256
 TEAM = 64
@@ -111,31 +114,45 @@ class FusedStep:
         self._num_groups = num_groups
         self._runner = runner(kernels, [self._changes.ctypes.data, *apply.addresses], self._step.addresses)
         self._last: tuple[int, ...] = ()
+        self._used = HEADER
+        self._step_blocks = 0
 
     def pack(self, writes: Writes) -> bool:
         """Take a commit's changes; False where they must travel through the staging ring."""
-        if self._takes_changes and writes.pack_changes(self._changes):
-            return True
-        self._changes[:5] = 0
-        return writes.num_ranges == 0
+        self._used = writes.pack_changes(self._changes) if self._takes_changes else 0
+        if self._used == 0:
+            self._changes[:HEADER] = 0
+            self._used = HEADER
+            return writes.num_ranges == 0
+        return True
 
-    def run(self, batch: Batch, addresses: tuple[int, int, int, int], stream: Any) -> None:
+    def run(self, batch: Batch, address: Callable[[Any], int], stream: Any) -> None:
         """Launch the step.
 
         Args:
-            batch: its sizes.
-            addresses: of idx_mapping, num_computed_tokens, query_start_loc, positions; 0 where there is none.
+            batch: its sizes and device arrays.
+            address: what says the address of an array.
             stream: the native stream.
         """
-        present = (*addresses, batch.num_reqs, batch.num_reqs_padded, batch.num_positions, int(batch.wants_tables))
+        idx_mapping, num_computed_tokens = batch.idx_mapping, batch.num_computed_tokens
+        present = (
+            0 if idx_mapping is None else address(idx_mapping),
+            0 if num_computed_tokens is None else address(num_computed_tokens),
+            address(batch.query_start_loc),
+            address(batch.positions),
+            batch.num_reqs,
+            batch.num_reqs_padded,
+            batch.num_positions,
+            batch.wants_tables,
+        )
         is_new = present != self._last
-        pairs = max(batch.num_reqs_padded, 1) * self._num_groups
-        gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
         if is_new:
+            pairs = max(batch.num_reqs_padded, 1) * self._num_groups
+            gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
             self._step.set(*present[:7], *self._fixed, self._num_slots, gather_blocks, TEAM)
+            self._step_blocks = gather_blocks + self._slot_blocks
             self._last = present
-        singles, ranges, range_values, null_ranges, nulls = self._changes[:5].tolist()
-        used = 5 + 2 * (singles + ranges + null_ranges) + range_values
+        used = self._used
         kernel = next(name for name, size in APPLY_KERNELS if size >= used)
-        apply_blocks = min(1 + (singles + range_values + nulls) // BLOCK, MAX_APPLY_BLOCKS)
-        self._runner.run(kernel, apply_blocks, gather_blocks + self._slot_blocks, is_new, stream)
+        apply_blocks = min(1 + (used + int(self._changes[NULLS])) // BLOCK, MAX_APPLY_BLOCKS)
+        self._runner.run(kernel, apply_blocks, self._step_blocks, is_new, stream)

@@ -109,8 +109,8 @@ def append(
 
 @njit(cache=True, nogil=True)
 def merge(offsets, lengths, size):
-    """Make the journal disjoint and ascending, in place; return its new size."""
-    kept = 0
+    """Make the journal disjoint and ascending, in place; return its new size and the entries of all ranges."""
+    kept, total = 0, 0
     ascending = True
     end = np.int64(-1)
     for i in range(size):
@@ -120,29 +120,24 @@ def merge(offsets, lengths, size):
             ascending = False
         end = offsets[i] + lengths[i]
         offsets[kept], lengths[kept] = offsets[i], lengths[i]
+        total += lengths[i]
         kept += 1
     if ascending:
-        return kept
+        return kept, total
     order = np.argsort(offsets[:kept])
     sorted_offsets, sorted_lengths = offsets[:kept][order], lengths[:kept][order]
-    size = 0
+    size, total = 0, 0
     for i in range(kept):
-        if size > 0 and sorted_offsets[i] <= offsets[size - 1] + lengths[size - 1]:
-            end = max(offsets[size - 1] + lengths[size - 1], sorted_offsets[i] + sorted_lengths[i])
-            lengths[size - 1] = end - offsets[size - 1]
+        start, end = sorted_offsets[i], sorted_offsets[i] + sorted_lengths[i]
+        if size > 0 and start <= offsets[size - 1] + lengths[size - 1]:
+            grown = max(0, end - offsets[size - 1] - lengths[size - 1])
+            lengths[size - 1] += grown
+            total += grown
         else:
-            offsets[size], lengths[size] = sorted_offsets[i], sorted_lengths[i]
+            offsets[size], lengths[size] = start, end - start
+            total += end - start
             size += 1
-    return size
-
-
-@njit(cache=True, nogil=True)
-def total_length(lengths, size):
-    """Return the entries of all ranges."""
-    total = 0
-    for i in range(size):
-        total += lengths[i]
-    return total
+    return size, total
 
 
 @njit(cache=True, nogil=True)
