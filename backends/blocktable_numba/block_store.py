@@ -146,18 +146,20 @@ class NumbaBlockStore:
         )
 
     def table(self, group: int) -> Any:
-        return self.config.arena.view(self.arena, group)
+        with self.device.current():  # Numba makes a view only where a GPU is current
+            return self.config.arena.view(self.arena, group)
 
     def create_buffers(self) -> NumbaBuffers:
         arena, device, num_tokens = self.config.arena, self.device, self.config.max_num_batched_tokens
-        batch = device.full(arena.size + 1, NULL_BLOCK_ID, "int32")
-        slots = device.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
-        device.synchronize()
-        return NumbaBuffers(
-            block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
-            slot_mappings=SlotMappings.of(slots, arena.num_groups, num_tokens),
-            batch=batch,
-        )
+        with device.current():
+            batch = device.full(arena.size + 1, NULL_BLOCK_ID, "int32")
+            slots = device.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
+            device.synchronize()
+            return NumbaBuffers(
+                block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
+                slot_mappings=SlotMappings.of(slots, arena.num_groups, num_tokens),
+                batch=batch,
+            )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
         assert isinstance(out, NumbaBuffers)

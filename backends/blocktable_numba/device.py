@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from cuda.core.utils import StridedMemoryView
 from numba import cuda, types
 
 from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, ArgumentError, BlockTableError, DtypeError, address_of
-from blocktable_numba.kernels import KERNELS, launch_scatter_writes, signature
+from blocktable_numba.kernels import KERNELS, signature
 
 SIMULATED_TILE = 4
 SIMULATED_GRID = 2  # blocks along each axis: a simulated thread costs some 250 us
@@ -262,7 +263,10 @@ class NumbaDevice(Device):
 
     def kernel(self, name: str, slot_dtype: str) -> GpuKernel:
         types_of_arguments = signature(name, slot_dtype)
-        with self.current():
+        with self.current(), warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of how Numba links: it says so to every user on machines without nvJitLink
             compiled = KERNELS[name].compile(types_of_arguments)
             compiled.bind()
             return GpuKernel(int(compiled.library.get_cufunc().handle), types_of_arguments)
@@ -287,7 +291,7 @@ class NumbaDevice(Device):
     def mapped_slot(self, entries: int) -> StagingSlot:
         with self.current():
             memory = cuda.mapped_array(entries, np.int32)
-        return StagingSlot(memory.view(np.ndarray), memory.device_ctypes_pointer.value)
+        return StagingSlot(np.asarray(memory), memory.device_ctypes_pointer.value)
 
     def copied_slot(self, entries: int) -> StagingSlot:
         with self.current():
@@ -387,15 +391,15 @@ def _mapped_memory_works(index: int) -> bool:
 
 def mapped_memory_works(device: Any) -> bool:
     """Whether a kernel sees what the host writes to mapped memory after an earlier kernel has read it."""
-    slot, target = device.mapped_slot(8), device.full(1, 0, "int32")
+    slot, target = device.mapped_slot(1), device.full(1, 0, "int32")
+    where = device.upload(np.array([0, 0, 0, 1], np.int32))  # offsets [0], starts [0, 1]: never read from that memory
     scatter = device.kernel("scatter_writes", "int64")
-    slot.host[:] = 0
-    slot.host[3] = 1  # offsets [0], starts [0, 1], then the value
+    offsets = device.address(where)
+    arguments = (offsets, offsets + 8, slot.address, 1, 1, device.address(target))
     for value in (1, 2):
-        slot.host[4] = value
+        slot.host[0] = value
         with device.current():
-            stream = device.stream(None)
-            launch_scatter_writes(scatter, device.tile, slot.address, 1, 1, device.address(target), stream)
+            scatter((1, 1), (device.tile,), arguments, stream=device.stream(None))
         if device.download(target)[0] != value:
             return False
     return True
