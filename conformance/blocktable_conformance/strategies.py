@@ -68,11 +68,14 @@ def configs(draw: Draw, share: ContextParallel | None = None) -> BlockTableConfi
     profile = profiles.current()
     parallel = draw(shares()) if share is None else share
     chosen = draw(st.lists(groups(parallel), min_size=1, max_size=3))
+    longest = draw(st.integers(1, max_model_len(chosen, parallel)))
+    lookahead_tokens = draw(st.integers(0, min(3, longest - 1)))
     options = {
         "groups": chosen,
         "max_num_reqs": draw(st.integers(1, profile.max_rows)),
         "max_num_batched_tokens": draw(st.integers(1, profile.max_tokens)),
-        "max_model_len": draw(st.integers(1, max_model_len(chosen, parallel))),
+        "max_model_len": longest - lookahead_tokens,
+        "lookahead_tokens": lookahead_tokens,
         "context_parallel": parallel,
     }
     alignment = draw(st.sampled_from([1, 4, 12, 16, 128]))
@@ -172,27 +175,37 @@ def batches(draw: Draw, config: BlockTableConfig, oracle: OracleTable, *, in_pla
     padding = num_rows - num_reqs
     if in_place and draw(st.integers(0, 3)) == 0:
         idx_mapping, padding = None, _empty_rows_after(oracle, num_reqs)
-    lengths = draw(st.lists(st.integers(0, 5), min_size=num_reqs, max_size=num_reqs))
+    lengths = _spread(draw, num_reqs, 6)
     first = draw(st.sampled_from([0, 0, 0, 2]))
     starts = [first + sum(lengths[:request]) for request in range(num_reqs + 1)]
     positions = _positions(draw, config, starts)
-    computed = st.one_of(st.none(), st.lists(_computed_tokens(config), min_size=num_reqs, max_size=num_reqs))
     return BatchDraw(
         idx_mapping,
         starts,
         positions[:num_tokens],
         draw(st.sampled_from([None, num_reqs, num_reqs + padding])),
         draw(st.sampled_from([None, num_tokens, num_tokens // 2])),
-        draw(computed),
+        _computed_tokens(draw, config, num_reqs),
     )
 
 
+def _spread(draw: Draw, number: int, limit: int) -> list[int]:
+    """Return `number` values below `limit` from a start and a stride."""
+    if number == 0:
+        return []
+    first, stride = draw(st.integers(0, limit - 1)), draw(st.integers(0, min(limit - 1, 7)))
+    return [(first + stride * index) % limit for index in range(number)]
+
+
+def _with_an_odd_one(draw: Draw, values: list[int], odd: Sequence[int]) -> list[int]:
+    """Return the values, a third of the time with one of `odd` among them."""
+    if values and draw(st.integers(0, 2)) == 0:
+        values[draw(st.integers(0, len(values) - 1))] = draw(st.sampled_from(odd))
+    return values
+
+
 def _idx_mapping(draw: Draw, num_reqs: int, num_rows: int) -> list[int]:
-    first, stride = draw(st.integers(0, num_rows - 1)), draw(st.sampled_from([1, 0, 3]))
-    mapping = [(first + stride * request) % num_rows for request in range(num_reqs)]
-    if mapping and draw(st.integers(0, 2)) == 0:
-        mapping[draw(st.integers(0, num_reqs - 1))] = draw(st.sampled_from([*ODD_ROWS, num_rows]))
-    return mapping
+    return _with_an_odd_one(draw, _spread(draw, num_reqs, num_rows), [*ODD_ROWS, num_rows])
 
 
 def _empty_rows_after(oracle: OracleTable, num_reqs: int) -> int:
@@ -202,18 +215,18 @@ def _empty_rows_after(oracle: OracleTable, num_reqs: int) -> int:
 
 
 def _positions(draw: Draw, config: BlockTableConfig, starts: list[int]) -> list[int]:
-    """Return positions of each request from a start and a stride, some of them odd, some too many or too few."""
-    reach = config.max_model_len + config.lookahead_tokens
+    """Return positions that run up or down from a start of each request, one of them odd, some too many or too few."""
+    reach = config.max_model_len + config.lookahead_tokens + 1
+    begins, stride = _spread(draw, len(starts) - 1, reach), draw(st.sampled_from([1, 1, -1, 0, 7]))
     positions = [0] * starts[0]
-    for begin, end in pairwise(starts):
-        start, stride = draw(st.integers(0, reach)), draw(st.sampled_from([1, 1, -1, 0, 7]))
-        positions += [start + stride * index for index in range(end - begin)]
-    if positions and draw(st.integers(0, 2)) == 0:
-        positions[draw(st.integers(0, len(positions) - 1))] = draw(st.sampled_from(ODD_POSITIONS))
+    for begin, (first, end) in zip(begins, pairwise(starts), strict=True):
+        positions += [begin + stride * index for index in range(end - first)]
+    _with_an_odd_one(draw, positions, ODD_POSITIONS)
     surplus = draw(st.sampled_from([0, 0, 1, -1]))
     return [*positions, 0] if surplus > 0 else positions[: len(positions) + surplus]
 
 
-def _computed_tokens(config: BlockTableConfig) -> st.SearchStrategy[int]:
-    usual = st.integers(0, config.max_model_len)
-    return st.one_of(usual, usual, st.sampled_from([INT32_MAX, INT32_MIN, -1]))
+def _computed_tokens(draw: Draw, config: BlockTableConfig, num_reqs: int) -> list[int] | None:
+    if draw(st.booleans()):
+        return None
+    return _with_an_odd_one(draw, _spread(draw, num_reqs, config.max_model_len + 1), [INT32_MAX, INT32_MIN, -1])
