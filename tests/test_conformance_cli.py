@@ -22,8 +22,13 @@ def test_a_backend_by_name(tmp_path: Path) -> None:
     """It passes, the header says what was tested, and the folder is left as it was."""
     done = run("numpy", *ONE_TEST, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    assert verdict_lines(done.stdout) == ["PASS numpy: 1 passed, 0 failed, 0 skipped, 12 launches"]
-    for part in ("backend numpy: numpy (host), from blocktable ", "protocol version: 1", "step paths: separate"):
+    assert verdict_lines(done.stdout) == ["PASS numpy (host): 1 passed, 0 failed, 0 skipped, 12 launches"]
+    for part in (
+        "backend numpy: numpy (host), from blocktable ",
+        "protocol version: 1",
+        "step paths: separate",
+        "device: cpu",
+    ):
         assert part in done.stdout
     assert "no  graph_capture: " in done.stdout
     assert "yes int32_slots: " in done.stdout
@@ -40,17 +45,15 @@ def test_the_settings_of_the_folder_do_not_matter(tmp_path: Path) -> None:
 def test_a_backend_that_is_not_installed_by_module_and_class() -> None:
     done = run("plain_backend:PlainBackend", "numpy", *ONE_TEST, cwd=MUTANTS)
     assert done.returncode == 0, done.stdout
-    assert [line.split()[:2] for line in verdict_lines(done.stdout)] == [
-        ["PASS", "plain_backend:PlainBackend:"],
-        ["PASS", "numpy:"],
-    ]
+    words = [line.split(":")[:-1] for line in verdict_lines(done.stdout)]
+    assert words == [["PASS plain_backend", "PlainBackend, plain"], ["PASS numpy (host)"]]
 
 
 def test_a_wrong_backend_fails_with_its_rule_and_what_the_test_holds() -> None:
     done = run("wrong_backends:StaleSlots", "numpy", "-k", "shorter_step", cwd=MUTANTS)
     assert done.returncode == 1
-    words = [line.split()[:2] for line in verdict_lines(done.stdout)]
-    assert words == [["FAIL", "wrong_backends:StaleSlots:"], ["PASS", "numpy:"]]
+    words = [line.split(":")[:-1] for line in verdict_lines(done.stdout)]
+    assert words == [["FAIL wrong_backends", "StaleSlots, StaleSlots"], ["PASS numpy (host)"]]
     for part in ("R15: wrong slot for token 2: expected slot PAD, got 30", "request None", "Cases: P2. Rules: R15."):
         assert part in done.stdout
 
@@ -58,13 +61,13 @@ def test_a_wrong_backend_fails_with_its_rule_and_what_the_test_holds() -> None:
 def test_a_run_in_which_nothing_ran_fails(tmp_path: Path) -> None:
     done = run("numpy", "-k", "no_such_test", cwd=tmp_path)
     assert done.returncode == 1
-    assert verdict_lines(done.stdout) == ["FAIL numpy: nothing ran (0 skipped)"]
+    assert verdict_lines(done.stdout) == ["FAIL numpy (host): nothing ran (0 skipped)"]
 
 
 def test_a_run_in_which_everything_was_skipped_fails(tmp_path: Path) -> None:
     done = run("numpy", "-k", "test_int32_slots_are_refused_where_not_declared", cwd=tmp_path)
     assert done.returncode == 1
-    assert verdict_lines(done.stdout) == ["FAIL numpy: nothing ran (1 skipped)"]
+    assert verdict_lines(done.stdout) == ["FAIL numpy (host): nothing ran (1 skipped)"]
 
 
 def test_backends_that_cannot_run_fail_in_a_sentence_and_stop_no_other(tmp_path: Path) -> None:
@@ -75,7 +78,7 @@ def test_backends_that_cannot_run_fail_in_a_sentence_and_stop_no_other(tmp_path:
     for name, line in zip(names, failed, strict=True):
         assert line.startswith(f"FAIL {name}: unavailable: ")
         assert len(line.split()) > 6
-    assert passed.startswith("PASS numpy: ")
+    assert passed.startswith("PASS numpy (host): ")
 
 
 def test_only_a_backend_that_cannot_run(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
@@ -38,9 +39,19 @@ class Failure:
 
 @dataclass
 class Verdict:
-    """What the run found about one backend."""
+    """What the run found about one backend.
+
+    Attributes:
+        backend: what it was asked for by.
+        description: what is running, such as "triton (interpreter)".
+        unavailable: why it cannot run here; None where it can.
+        passed, failed, skipped: tests.
+        launches: calls that start work on the device.
+        failures: the failed tests.
+    """
 
     backend: str
+    description: str = ""
     unavailable: str | None = None
     passed: int = 0
     failed: int = 0
@@ -56,12 +67,17 @@ class Verdict:
     def line(self) -> str:
         """Return the verdict in one line."""
         word = "PASS" if self.is_pass else "FAIL"
+        if self.description not in ("", self.backend):
+            short = self.description.startswith(self.backend)
+            word += f" {self.description}" if short else f" {self.backend}, {self.description}"
+        else:
+            word += f" {self.backend}"
         if self.unavailable is not None:
-            return f"{word} {self.backend}: unavailable: {self.unavailable}"
+            return f"{word}: unavailable: {self.unavailable}"
         if self.passed + self.failed == 0:
-            return f"{word} {self.backend}: nothing ran ({self.skipped} skipped)"
+            return f"{word}: nothing ran ({self.skipped} skipped)"
         counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
-        return f"{word} {self.backend}: {counts}, {self.launches} launches"
+        return f"{word}: {counts}, {self.launches} launches"
 
 
 @dataclass
@@ -130,6 +146,7 @@ def _add_backend(run: Run, label: str, step_paths: list[str]) -> None:
     except BlockTableError as error:
         verdict.unavailable = str(error)
         return
+    verdict.description = _description(backend)
     for path, capability in STEP_PATHS.items():
         if path in (step_paths or STEP_PATHS) and (capability is None or capability in backend.capabilities):
             run.subjects.append(Subject(label, backend, path))
@@ -150,9 +167,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def _describe(label: str, backend: Backend, step_paths: list[str]) -> list[str]:
     lines = [
-        f"backend {label}: {getattr(backend, 'description', backend.name)}, from {_origin(label)}",
+        f"backend {label}: {_description(backend)}, from {_origin(label)}",
         f"  protocol version: {backend.protocol_version}",
-        f"  device: {getattr(backend, 'device', None) or 'the default of the backend'}",
+        f"  device: {getattr(backend.from_host(np.zeros(1, np.int32)), 'device', 'unknown')}",
         f"  step paths: {', '.join(step_paths)}",
     ]
     for name, sentence in CAPABILITIES.items():
@@ -160,6 +177,10 @@ def _describe(label: str, backend: Backend, step_paths: list[str]) -> list[str]:
     fallbacks = getattr(backend, "fallbacks", None) or ["none"]
     pairs = fallbacks.items() if hasattr(fallbacks, "items") else [("fallback", sentence) for sentence in fallbacks]
     return lines + [f"  {name}: {sentence}" for name, sentence in pairs]
+
+
+def _description(backend: Backend) -> str:
+    return str(getattr(backend, "description", backend.name))
 
 
 def _origin(label: str) -> str:
