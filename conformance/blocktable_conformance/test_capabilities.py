@@ -67,8 +67,8 @@ def test_arrays_survive_the_way_to_the_device_and_back(subject_once: Subject) ->
             check(subject_once.to_host(there).tolist() == values, "R22", "to_host must copy.")
 
 
-def test_capabilities_without_code_behind_them(subject_once: Subject) -> None:
-    """A store has step() and export() exactly where `fused_step` and `exports` are declared.
+def test_declared_capabilities_have_code_behind_them(subject_once: Subject) -> None:
+    """A store has step() where `fused_step` is declared, and export() where `exports` is.
 
     Rules: R21.
     """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from blocktable import KVCacheGroup, Writes
-from blocktable_conformance.asserts import check, fail
+from blocktable_conformance.asserts import check, check_table, fail
 from blocktable_conformance.cases import make, shard
 from blocktable_conformance.oracle import Slot
 from blocktable_conformance.pair import Pair
@@ -134,6 +134,44 @@ def _compute_guarded(pair: Pair, idx_mapping: list[int], starts: list[int], posi
         got = subject.to_host(whole)
         outside = np.concatenate((got[:32], got[32 + length :]))
         check(bool((outside == GUARD).all()), "R15", f"group {group}: entries outside the output were written.")
+
+
+@pytest.mark.parametrize("starts", GARBAGE_STARTS, ids=str)
+def test_garbage_starts_in_a_step_harm_nothing_else(subject: Subject, starts: list[int]) -> None:
+    """A step over garbage still commits and gathers right, and the next step is right in everything.
+
+    Rules: R9, R10, R15.
+    """
+    pair = make(subject, *GROUPS[:3], rows=[([5, 6], [2, 3], [7, 9])] * 4)
+    inputs = (([3, 1, -9, 0], "int32"), (starts, "int32"), (GARBAGE_POSITIONS, "int64"))
+    step = pair.table.step(*(subject.device_array(values, dtype) for values, dtype in inputs))
+    pair.oracle.commit()
+    pair.check_device()
+    for group, expected in enumerate(pair.oracle.gather([3, 1, -9, 0])):
+        filled = [len(pair.oracle.columns(group, row)) if row >= 0 else 0 for row in (3, 1, -9, 0)]
+        table = subject.to_host(step.block_tables[group])
+        check_table(table, expected, filled, rules="R10, R15", what="the batch table", group=group)
+    pair.step([1], [0, 3], [0, 4, 9])
+
+
+def test_inputs_inside_larger_arrays(subject: Subject) -> None:
+    """Inputs that are views into arrays of other, plausible values: nothing before or behind the views is read.
+
+    Rules: R10, R15, R21.
+    """
+    pair = make(subject, *GROUPS[:2], rows=[([5, 6], [2, 3]), ([7], [4]), ([8], [9]), ([10], [11])])
+    step = pair.table.step(
+        subject.device_array([2, 3, 1, 0, 2, 3], "int32")[2:4],
+        subject.device_array([1, 2, 0, 2, 9, 12, 14], "int32")[2:5],
+        subject.device_array([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], "int64")[2:6],
+    )
+    pair.oracle.commit()
+    mapping, starts, positions = [1, 0], [0, 2, 9], [3, 4, 5, 6]
+    pair.check_written(mapping, starts, positions)
+    for group, table in enumerate(pair.oracle.gather(mapping)):
+        check(
+            subject.to_host(step.block_tables[group]).tolist() == table[:2], "R10", "the batch table read past a view."
+        )
 
 
 @pytest.mark.parametrize("idx_mapping", GARBAGE_ROWS, ids=str)
