@@ -193,9 +193,13 @@ def vector_length(name: str, array: Any, dtype: str) -> int:
     if kind is np.ndarray:
         if array.dtype == _NUMPY_DTYPES[dtype] and array.ndim == 1 and array.flags.c_contiguous:
             return int(array.size)
-    elif kind in _TENSOR_TYPES and _TENSOR_DTYPES.get(array.dtype) == dtype and array.dim() == 1:
-        if array.is_contiguous():
-            return int(array.numel())
+    elif (
+        kind in _TENSOR_TYPES
+        and _TENSOR_DTYPES.get(array.dtype) == dtype
+        and array.dim() == 1
+        and array.is_contiguous()
+    ):
+        return int(array.numel())
     spec = array_spec(name, array)
     if spec.dtype != dtype:
         raise DtypeError(f"{name} must be {dtype}, got {spec.dtype}; convert it once, outside the step.")

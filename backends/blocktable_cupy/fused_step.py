@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import Batch, BlockTableConfig, KernelNode, StepGraph, Writes
+from blocktable_cupy.kernels import tokens_per_thread
 
 APPLY_KERNELS = (("apply_changes_small", 245), ("apply_changes_medium", 1905), ("apply_changes_large", 8165))
 """Kernels that take changes by value, and the int32 entries of that parameter: `Changes` of kernels.cu."""
@@ -25,7 +26,7 @@ MAX_APPLY_BLOCKS = 64
 INT32_LIMIT = 2**31
 
 APPLY_LAYOUT = "QiiqQ"  # arena, num_groups, max_num_reqs, arena_size, batch
-STEP_LAYOUT = "QQQQiiiiQiQqQQiii"  # step_batch's arguments, in order
+STEP_LAYOUT = "QQQQiiiiQiQqQQiiii"  # step_batch's arguments, in order
 
 
 class Arguments:
@@ -110,7 +111,8 @@ class FusedStep:
         self._step = Arguments(STEP_LAYOUT)
         self._fixed = (config.max_num_reqs, groups, num_groups, arena, config.arena.size, batch, slots)
         self._num_slots = config.max_num_batched_tokens
-        self._slot_blocks = num_groups * -(-self._num_slots // BLOCK)
+        self._run = tokens_per_thread(self._num_slots * num_groups)
+        self._slot_blocks = num_groups * -(-self._num_slots // (BLOCK * self._run))
         self._num_groups = num_groups
         self._runner = runner(kernels, [self._changes.ctypes.data, *apply.addresses], self._step.addresses)
         self._last: tuple[int, ...] = ()
@@ -149,7 +151,7 @@ class FusedStep:
         if is_new:
             pairs = max(batch.num_reqs_padded, 1) * self._num_groups
             gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
-            self._step.set(*present[:7], *self._fixed, self._num_slots, gather_blocks, TEAM)
+            self._step.set(*present[:7], *self._fixed, self._num_slots, gather_blocks, TEAM, self._run)
             self._step_blocks = gather_blocks + self._slot_blocks
             self._last = present
         used = self._used

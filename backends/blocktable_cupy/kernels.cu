@@ -157,54 +157,84 @@ extern "C" __global__ void gather_block_tables(
   }
 }
 
-// Return the slot of one token of one group.
-static __device__ __forceinline__ int64 map_token(
-    const int* idx_mapping, const int* query_start_loc, const int64* positions, int num_reqs, int num_tokens,
-    int max_num_reqs, const Group& group, int g, const int* arena, int64 token
-) {
-  // step 2: PAD behind the last real token
-  if (token >= num_tokens || group.slot_mode == SLOT_MODE_NONE) return PAD_SLOT_ID;
-  // step 3: which request and row
-  int request = (int)token, end = num_reqs;
-  bool is_guess = token < num_reqs && query_start_loc[token] <= token && token < query_start_loc[token + 1];
-  if (!is_guess) {  // else the token has its request's index, as in decode
-    request = -1;
-    while (end - request > 1) {
-      int middle = request + (end - request) / 2;
-      if (query_start_loc[middle] <= token) request = middle;
-      else end = middle;
-    }
-  }
-  int row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
-  int64 columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
-  int64 position = positions[token];
-  if (columns <= 0 || position < 0) return PAD_SLOT_ID;
-  // step 4: whose token it is, and its index among this rank's tokens
-  int64 local = position;
-  if (group.world_size > 1) {
-    int64 turn = divide(position, group.interleave_size);
-    int64 round = divide(turn, group.world_size);
-    if (turn - round * group.world_size != group.rank) return PAD_SLOT_ID;
-    local = round * group.interleave_size + (position - turn * group.interleave_size);
-  }
-  if (group.slot_mode == SLOT_MODE_RING) {
-    int64 ring = columns * group.tokens_per_column;
-    local = position - divide(position, ring) * ring;
-  }
-  // step 5: which column, and whether the row fills it
-  int64 column = divide(local, group.tokens_per_column);
-  if (column >= columns) return PAD_SLOT_ID;
-  // step 6: which kernel block
-  int64 block_id = arena[group.table_start + row * group.width + column];
-  if (group.null_is_pad && block_id < group.blocks_per_kv_block) return PAD_SLOT_ID;
-  return block_id * group.tokens_per_column + (local - column * group.tokens_per_column);
-}
-
 // How many tokens are real, whatever query_start_loc says.
-static __device__ __forceinline__ int real_tokens(const int* query_start_loc, int num_reqs, int num_positions, int num_slots) {
+static __device__ __forceinline__ int real_tokens(
+    const int* query_start_loc, int num_reqs, int num_positions, int num_slots
+) {
   int num_tokens = query_start_loc[num_reqs];
   num_tokens = num_tokens > num_positions ? num_positions : num_tokens;
   return num_tokens > num_slots ? num_slots : num_tokens;
+}
+
+// Write the slots of tokens first .. first + count - 1 of one group. A run has one search, and a division only where a
+// token leaves the block of the one before it.
+static __device__ __forceinline__ void map_run(
+    const int* idx_mapping, const int* query_start_loc, const int64* positions, int num_reqs, int num_positions,
+    int max_num_reqs, const Group& group, int g, const int* arena, SLOT_T* slots, int num_slots, int64 first, int count
+) {
+  int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
+  int request = -1, request_end = 0;        // the request of the token before, and its last token + 1
+  int64 columns = 0, block_start = -1, block_slot = 0;  // its row's columns; first local index and slot of its block
+  const int* table_row = arena;
+  for (int64 token = first; token < first + count && token < num_slots; ++token) {
+    int64 slot = PAD_SLOT_ID;
+    // step 2: PAD behind the last real token
+    if (token < num_tokens && group.slot_mode != SLOT_MODE_NONE) {
+      // step 3: which request and row
+      if (request < 0 || token >= request_end) {
+        int low = (int)token, high = num_reqs;
+        bool is_guess = low < num_reqs && query_start_loc[low] <= token && token < query_start_loc[low + 1];
+        if (!is_guess) {  // else the token has its request's index, as in decode
+          low = -1;
+          while (high - low > 1) {
+            int middle = low + (high - low) / 2;
+            if (query_start_loc[middle] <= token) low = middle;
+            else high = middle;
+          }
+        }
+        request = low;
+        request_end = low < 0 ? 0 : query_start_loc[low + 1];
+        int row = low < 0 ? -1 : row_of(idx_mapping, low, num_reqs, max_num_reqs);
+        columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
+        table_row = arena + group.table_start + (row < 0 ? 0 : row) * group.width;
+        block_start = -1;
+      }
+      int64 position = positions[token];
+      if (columns > 0 && position >= 0) {
+        // step 4: whose token it is, and its index among this rank's tokens
+        int64 local = position;
+        bool is_owner = true;
+        if (group.world_size > 1) {
+          int64 turn = divide(position, group.interleave_size);
+          int64 round = divide(turn, group.world_size);
+          is_owner = turn - round * group.world_size == group.rank;
+          local = round * group.interleave_size + (position - turn * group.interleave_size);
+        }
+        if (group.slot_mode == SLOT_MODE_RING) {
+          int64 ring = columns * group.tokens_per_column;
+          local = position - divide(position, ring) * ring;
+        }
+        // step 5: which column, and whether the row fills it
+        bool is_same_block = block_start >= 0 && local >= block_start && local < block_start + group.tokens_per_column;
+        if (is_owner && !is_same_block) {
+          int64 column = divide(local, group.tokens_per_column);
+          block_start = -1;
+          if (column < columns) {
+            // step 6: which kernel block
+            int64 block_id = table_row[column];
+            if (!group.null_is_pad || block_id >= group.blocks_per_kv_block) {
+              block_start = column * group.tokens_per_column;
+              block_slot = block_id * group.tokens_per_column;
+              is_same_block = true;
+            }
+          }
+        }
+        if (is_owner && is_same_block) slot = block_slot + (local - block_start);
+      }
+    }
+    // step 7: store the slot
+    slots[token] = (SLOT_T)slot;
+  }
 }
 
 // Write the slot of every token, and PAD from the last real token to the end of the slots.
@@ -221,21 +251,19 @@ extern "C" __global__ void map_slots(
     const int* __restrict__ arena,  // [arena.size]
     SLOT_T* __restrict__ slots,     // [num_groups, slots_stride], the first num_slots of each written
     int64 slots_stride,
-    int num_slots
+    int num_slots,
+    int run  // tokens that a thread maps one after another
 ) {
-  int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
   // step 1: which token and group
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y) {
     int g = first_group + y;
     Group group = groups[g];
-    for (int64 token = (int64)blockIdx.x * blockDim.x + threadIdx.x; token < num_slots;
-         token += (int64)gridDim.x * blockDim.x) {
-      int64 slot = map_token(
-          idx_mapping, query_start_loc, positions, num_reqs, num_tokens, max_num_reqs, group, g, arena, token
+    for (int64 first = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * run; first < num_slots;
+         first += (int64)gridDim.x * blockDim.x * run)
+      map_run(
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena,
+          slots + y * slots_stride, num_slots, first, run
       );
-      // step 7: store the slot
-      slots[y * slots_stride + token] = (SLOT_T)slot;
-    }
   }
 }
 
@@ -321,7 +349,8 @@ extern "C" __global__ void step_batch(
     SLOT_T* __restrict__ slots,  // [num_groups, num_slots], written
     int num_slots,
     int gather_blocks,  // 0: nothing is gathered
-    int team            // threads that gather one row together; divides the block
+    int team,           // threads that gather one row together; divides the block
+    int run             // tokens that a thread maps one after another
 ) {
   int block = blockIdx.x;
   if (block < gather_blocks) {
@@ -344,14 +373,14 @@ extern "C" __global__ void step_batch(
     }
     return;
   }
-  int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
   int blocks_per_group = (gridDim.x - gather_blocks) / num_groups;
-  int g = (block - gather_blocks) / blocks_per_group, first = (block - gather_blocks) % blocks_per_group;
+  int g = (block - gather_blocks) / blocks_per_group, part = (block - gather_blocks) % blocks_per_group;
   if (g >= num_groups) return;
   Group group = groups[g];
-  for (int64 token = (int64)first * blockDim.x + threadIdx.x; token < num_slots;
-       token += (int64)blocks_per_group * blockDim.x)
-    slots[(int64)g * num_slots + token] = (SLOT_T)map_token(
-        idx_mapping, query_start_loc, positions, num_reqs, num_tokens, max_num_reqs, group, g, arena, token
+  for (int64 first = ((int64)part * blockDim.x + threadIdx.x) * run; first < num_slots;
+       first += (int64)blocks_per_group * blockDim.x * run)
+    map_run(
+        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena,
+        slots + (int64)g * num_slots, num_slots, first, run
     );
 }

@@ -8,6 +8,8 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 MAX_GRID_Y = 65535
+MANY_SLOTS = 1 << 18
+"""About one token for each thread that a large GPU keeps resident."""
 
 Kernel = Any  # called with (grid, block, args, stream=)
 
@@ -19,8 +21,13 @@ def _int32(value: int) -> np.int32:
     return np.int32(value)
 
 
+def tokens_per_thread(num_slots: int) -> int:
+    """Return how many tokens a thread maps: one while that leaves multiprocessors idle, else a 64-byte run."""
+    return 1 if num_slots <= MANY_SLOTS else 8
+
+
 def _grid_x(entries: int, tile: int) -> int:
-    return min(-(-entries // tile), INT32_MAX // tile)
+    return min(-(-entries // tile), INT32_MAX // max(tile, 1))
 
 
 def launch_scatter_writes(
@@ -129,6 +136,7 @@ def launch_map_slots(
     """Launch map_slots; nothing for no slots."""
     if num_slots == 0:
         return
+    run = tokens_per_thread(num_slots * num_groups)
     arguments = (
         np.uint64(idx_mapping),
         np.uint64(query_start_loc),
@@ -143,5 +151,6 @@ def launch_map_slots(
         np.uint64(slots),
         np.int64(slots_stride),
         _int32(num_slots),
+        _int32(run),
     )
-    kernel((_grid_x(num_slots, tile), min(num_groups, MAX_GRID_Y)), (tile,), arguments, stream=stream)
+    kernel((_grid_x(num_slots, tile * run), min(num_groups, MAX_GRID_Y)), (tile,), arguments, stream=stream)
