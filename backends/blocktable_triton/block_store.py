@@ -1,0 +1,220 @@
+"""The memory of one table on a GPU: arena, staging, batch tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blocktable import (
+    NULL_BLOCK_ID,
+    PAD_SLOT_ID,
+    Batch,
+    BlockTableConfig,
+    BlockTableError,
+    StagingRing,
+    StepBuffers,
+    Writes,
+    pack_writes,
+    staged_entries,
+    steady_entries,
+)
+from blocktable_triton.device import refuse_capture
+from blocktable_triton.kernels import (
+    gather_block_tables,
+    launch_gather_block_tables,
+    launch_null_stale_columns,
+    launch_scatter_writes,
+    null_stale_columns,
+    scatter_writes,
+)
+
+EMULATED_TILE = 32
+TILE = 256
+ROW_TILE = 1024  # rows are long, and a row's lanes that have no column cost next to nothing
+
+
+@dataclass(frozen=True, eq=False)
+class TritonBuffers(StepBuffers):
+    """Outputs, and what they are views of.
+
+    Attributes:
+        batch: [arena.size + 1] int32. The batch tables and how many columns each row holds, laid out as the arena; then
+            how many rows the last batch had.
+        slots: [num_groups * max_num_batched_tokens] of the slot dtype.
+    """
+
+    batch: Any
+    slots: Any
+
+
+class Inputs(NamedTuple):
+    """One call's inputs as addresses, 0 where there is none, and the native stream to launch on."""
+
+    stream: Any
+    positions: int
+    idx_mapping: int
+    query_start_loc: int
+    num_computed_tokens: int
+
+
+INPUTS = Inputs._fields[1:]  # positions first: it is the one of 8-byte entries
+
+
+class TritonBlockStore:
+    """Arena, staging and gather of one table."""
+
+    def __init__(self, config: BlockTableConfig, device: Any, *, emulated: bool) -> None:
+        self.config = config
+        self.device = device
+        self.tile, self.row_tile = (EMULATED_TILE, EMULATED_TILE) if emulated else (TILE, ROW_TILE)
+        self.arena = device.full(config.arena.size, NULL_BLOCK_ID, "int32")
+        self.groups = device.upload(config.group_fields())
+        self.arena_address, self.groups_address = device.address(self.arena), device.address(self.groups)
+        self._scatter = device.kernel(scatter_writes, self.tile)
+        self._null_stale = device.kernel(null_stale_columns, self.row_tile)
+        self._gather = device.kernel(gather_block_tables, self.row_tile)
+        self._steady_entries = steady_entries(config)
+        slots = [device.staging_slot(self._steady_entries) for _ in range(config.steps_in_flight)]
+        self._writes_ring: StagingRing[Any] = StagingRing(slots, device.wait)
+        self._inputs_ring: StagingRing[Any] | None = None  # made when host arrays first come
+        self._inputs_entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
+        self._last_stream: Any = None
+        self._captured_stream: Any = None
+        device.synchronize()  # the fills ran on whatever stream was current
+
+    def enter(self, handle: int | None) -> tuple[Any, bool]:
+        """Return the stream to work on, ordered behind this table's last call, and whether it is capturing (R22)."""
+        device = self.device
+        stream = device.stream(handle)
+        is_capturing = device.is_capturing(stream)
+        if self._captured_stream is not None and self._captured_stream is not stream:
+            self._refuse_change(self._captured_stream)
+            self._captured_stream = None  # that capture has ended
+        if is_capturing:
+            self._captured_stream = stream
+        elif stream is not self._last_stream:
+            if self._last_stream is not None:
+                self._refuse_change(self._last_stream)  # a mark on it would draw the other stream into its capture
+                device.order(self._last_stream, stream)
+            self._last_stream = stream
+        return stream, is_capturing
+
+    def _refuse_change(self, other: Any) -> None:
+        if self.device.is_capturing(other):
+            raise BlockTableError("A table's calls cannot change stream inside a capture; use one stream for them.")
+
+    def write(self, writes: Writes, *, stream: int | None) -> None:
+        with self.device.current():
+            native, capturing = self.enter(stream)
+            refuse_capture(capturing, "commit()")
+            num_ranges, num_values = writes.offsets.size, writes.values.size
+            if num_values == 0:
+                return
+            entries = staged_entries(num_ranges, num_values)
+            if entries <= self._steady_entries:
+                slot = self._writes_ring.acquire()
+                pack_writes(writes, slot.host)
+                self.device.send(slot, entries, native)
+                self._launch_scatter(slot.address, num_ranges, num_values, native)
+                self._writes_ring.release(self.device.mark(native))
+            else:
+                self._write_large(writes, entries, native)
+
+    def _write_large(self, writes: Writes, entries: int, stream: Any) -> None:
+        """Send what the ring has no room for: it may allocate and wait (R9)."""
+        if writes.offsets.size == 1:  # a whole table, at start-up or wake-up: no scatter needed
+            start = int(writes.offsets[0])
+            self.device.copy_in(writes.values, self.arena[start : start + writes.values.size], stream)
+            return
+        packed = np.empty(entries, np.int32)
+        pack_writes(writes, packed)
+        staged = self.device.full(entries, 0, "int32")
+        self.device.synchronize()
+        self.device.copy_in(packed, staged, stream)
+        self._launch_scatter(self.device.address(staged), writes.offsets.size, writes.values.size, stream)
+        self.device.wait(self.device.mark(stream))
+
+    def _launch_scatter(self, staged: int, num_ranges: int, num_values: int, stream: Any) -> None:
+        launch_scatter_writes(self._scatter, self.tile, staged, num_ranges, num_values, self.arena_address, stream)
+
+    def table(self, group: int) -> Any:
+        return self.config.arena.view(self.arena, group)
+
+    def create_buffers(self) -> TritonBuffers:
+        arena, device = self.config.arena, self.device
+        batch = device.full(arena.size + 1, NULL_BLOCK_ID, "int32")
+        num_tokens = self.config.max_num_batched_tokens
+        slots = device.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
+        device.synchronize()
+        return TritonBuffers(
+            block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
+            slot_mappings=tuple(slots[g * num_tokens : (g + 1) * num_tokens] for g in range(arena.num_groups)),
+            batch=batch,
+            slots=slots,
+        )
+
+    def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
+        assert isinstance(out, TritonBuffers)
+        with self.device.current():
+            native, capturing = self.enter(stream)
+            refuse_capture(capturing, "A commit after invalidate()")
+            self.device.fill(out.batch, NULL_BLOCK_ID, native)
+            self.device.fill(out.slots, PAD_SLOT_ID, native)
+
+    def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        assert isinstance(out, TritonBuffers)
+        with self.device.current(), self.inputs(batch, stream) as inputs:
+            sizes = (batch.num_reqs, batch.num_reqs_padded, self.config.max_num_reqs)
+            tail = (
+                self.groups_address,
+                len(self.config.groups),
+                self.arena_address,
+                self.config.arena.size,
+                self.device.address(out.batch),
+                inputs.stream,
+            )
+            launch_null_stale_columns(self._null_stale, self.row_tile, inputs.idx_mapping, *sizes, *tail)
+            launch_gather_block_tables(
+                self._gather, self.row_tile, inputs.idx_mapping, inputs.num_computed_tokens, *sizes, *tail
+            )
+
+    @contextmanager
+    def inputs(self, batch: Batch, handle: int | None) -> Iterator[Inputs]:
+        """Give a batch's arrays as addresses, host arrays staged; leave it once everything is launched."""
+        device = self.device
+        stream, capturing = self.enter(handle)
+        addresses, host = dict.fromkeys(INPUTS, 0), {}
+        for name in INPUTS:
+            array = getattr(batch, name)
+            if isinstance(array, np.ndarray):
+                host[name] = array.view(np.int32)
+            elif array is not None:
+                addresses[name] = device.address(array)
+        if not host:
+            yield Inputs(stream, **addresses)
+            return
+        refuse_capture(capturing, "A step over host arrays")
+        ring = self._host_inputs_ring(sum(entries.size for entries in host.values()))
+        slot = ring.acquire()
+        end = 0
+        for name, entries in host.items():
+            slot.host[end : end + entries.size] = entries
+            addresses[name] = slot.address + 4 * end
+            end += entries.size
+        device.send(slot, end, stream)
+        yield Inputs(stream, **addresses)
+        ring.release(device.mark(stream))
+
+    def _host_inputs_ring(self, entries: int) -> StagingRing[Any]:
+        """Return the ring that host arrays travel in; the first call allocates it, and one with more tokens."""
+        if self._inputs_ring is None or entries > self._inputs_entries:
+            self._inputs_entries = max(entries, self._inputs_entries)
+            self.device.synchronize()  # kernels may still read the smaller one
+            # gather and compute_slot_mappings take a slot each
+            slots = [self.device.staging_slot(self._inputs_entries) for _ in range(2 * self.config.steps_in_flight)]
+            self._inputs_ring = StagingRing(slots, self.device.wait)
+        return self._inputs_ring
