@@ -85,10 +85,12 @@ class NumbaBlockStore:
         self._steady_entries = steady_entries(config)
         slots = [device.staging_slot(self._steady_entries) for _ in range(config.steps_in_flight)]
         self._writes_ring: StagingRing[Any] = StagingRing(slots, device.wait)
-        entries = 0 if device.takes_host_arrays else 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
+        self._input_entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
         # gather and compute_slot_mappings take a slot each
-        slots = [device.staging_slot(entries) for _ in range(2 * config.steps_in_flight if entries else 0)]
+        num_slots = 0 if device.takes_host_arrays else 2 * config.steps_in_flight
+        slots = [device.staging_slot(self._input_entries) for _ in range(num_slots)]
         self._inputs_ring: StagingRing[Any] = StagingRing(slots, device.wait)
+        self._is_loaded = False  # whether the scatter has been launched: CUDA loads a kernel at its first launch
         self._last_stream: Any = None
         self._captured_stream: Any = None
         device.synchronize()  # the fills ran on another stream
@@ -117,33 +119,27 @@ class NumbaBlockStore:
         with self.device.current():
             native, capturing = self.enter(stream)
             refuse_capture(capturing, "commit()")
-            num_ranges, num_values = writes.offsets.size, writes.values.size
+            num_ranges, num_values = writes.num_ranges, writes.values.size
+            if num_values == 0 and self._is_loaded:
+                return
+            if num_values > self._steady_entries and num_ranges == 1:  # a whole table: nothing to scatter
+                start = int(writes.offsets[0])
+                self.device.copy_in(writes.values, self.arena[start : start + num_values], native)
+                return
             entries = staged_entries(num_ranges, num_values)
-            if entries <= self._steady_entries:
-                slot = self._writes_ring.acquire()
-                pack_writes(writes, slot.host)
-                self.device.send(slot, entries, native)
-                self._launch_scatter(slot.address, num_ranges, num_values, native)
-                self._writes_ring.release(self.device.mark(native))
+            is_large = entries > self._steady_entries  # then it may allocate and wait (R9)
+            slot = self.device.staging_slot(entries) if is_large else self._writes_ring.acquire()
+            pack_writes(writes, slot.host)
+            self.device.send(slot, entries, native)
+            launch_scatter_writes(
+                self._scatter, self.device.tile, slot.address, num_ranges, num_values, self.arena_address, native
+            )
+            self._is_loaded = True
+            mark = self.device.mark(native)
+            if is_large:
+                self.device.wait(mark)
             else:
-                self._write_large(writes, entries, native)
-
-    def _write_large(self, writes: Writes, entries: int, stream: Any) -> None:
-        """Send what the ring has no room for: it may allocate and wait (R9)."""
-        if writes.offsets.size == 1:  # a whole table, at start-up or wake-up: no scatter needed
-            start = int(writes.offsets[0])
-            self.device.copy_in(writes.values, self.arena[start : start + writes.values.size], stream)
-            return
-        packed = np.empty(entries, np.int32)
-        pack_writes(writes, packed)
-        staged = self.device.upload(packed)
-        self._launch_scatter(self.device.address(staged), writes.offsets.size, writes.values.size, stream)
-        self.device.wait(self.device.mark(stream))
-
-    def _launch_scatter(self, staged: Pointer, num_ranges: int, num_values: int, stream: Any) -> None:
-        launch_scatter_writes(
-            self._scatter, self.device.tile, staged, num_ranges, num_values, self.arena_address, stream
-        )
+                self._writes_ring.release(mark)
 
     def table(self, group: int) -> Any:
         with self.device.current():  # Numba makes a view only where a GPU is current
@@ -204,13 +200,18 @@ class NumbaBlockStore:
             yield Inputs(stream, **addresses)
             return
         refuse_capture(capturing, "A step over host arrays")
-        slot = self._inputs_ring.acquire()
-        end = 0
+        entries = np.concatenate([array.view(np.int32) for array in host.values()])
+        is_large = entries.size > self._input_entries  # more positions than the table's own buffers hold
+        slot = device.staging_slot(entries.size) if is_large else self._inputs_ring.acquire()
+        slot.host[: entries.size] = entries
+        device.send(slot, entries.size, stream)
+        address = slot.address
         for name, array in host.items():
-            entries = array.view(np.int32)
-            slot.host[end : end + entries.size] = entries
-            addresses[name] = slot.address + 4 * end
-            end += entries.size
-        device.send(slot, end, stream)
+            addresses[name] = address
+            address = address + array.nbytes
         yield Inputs(stream, **addresses)
-        self._inputs_ring.release(device.mark(stream))
+        mark = device.mark(stream)
+        if is_large:
+            device.wait(mark)
+        else:
+            self._inputs_ring.release(mark)

@@ -245,7 +245,9 @@ class NumbaDevice(Device):
 
     def upload(self, array: np.ndarray[Any, Any]) -> Any:
         with self.current():
-            return cuda.to_device(np.ascontiguousarray(array))
+            copy = cuda.to_device(np.ascontiguousarray(array))
+            self.stream(None).synchronize()  # a short copy may still be on its way, and another stream would not wait
+        return copy
 
     def download(self, array: Any) -> np.ndarray[Any, Any]:
         native = array if isinstance(array, self._native) else cuda.as_cuda_array(array, sync=False)
