@@ -159,6 +159,11 @@ def _add_trace(parser: Parser) -> None:
 
 def _add_output(parser: Parser) -> None:
     group = parser.add_argument_group("output")
+    group.add_argument("--report", metavar="FILE", help="write a page with plots (HTML, all in one file)")
+    group.add_argument("--json", metavar="FILE", help="write the numbers as JSON (docs/replay.md describes it)")
+    group.add_argument(
+        "--record", metavar="FILE", help="write every call of the first backend's table, to replay it again (.btrace)"
+    )
     group.add_argument("--quiet", action="store_true", help="no progress")
 
 

@@ -156,21 +156,26 @@ def expected_block_table(
     line = np.where(has_line, handles, 0)
     num_blocks = np.where(has_line, counts[line], 0)
     longest = int(num_blocks.max(initial=0))
-    block = blocks[line, :longest]
-    is_held = np.arange(longest) < num_blocks[:, None]
     expansion = geometry.blocks_per_kv_block
-    if expansion == 1:
-        table = np.where(is_held & (block > 0), block, 0)
-    else:
-        kernel_blocks = block[:, :, None] * np.int32(expansion) + np.arange(expansion, dtype=np.int32)
-        table = np.where((is_held & (block >= 0))[:, :, None], kernel_blocks, 0).reshape(
-            handles.size, longest * expansion
-        )
+    table = np.zeros((handles.size, longest * expansion), np.int32)
+    # Row by row: one request may be many times longer than the others, and cost should follow what rows hold.
+    for row, (held, count) in enumerate(zip(line.tolist(), num_blocks.tolist(), strict=True)):
+        _expand(blocks[held, :count], expansion, table[row, : count * expansion])
     if geometry.sliding_window is not None and num_computed_tokens is not None:
         left = _columns_left_behind(config, group, num_computed_tokens.astype(np.int64))
         if left.any():
             table = np.where(np.arange(table.shape[1]) < left[:, None], 0, table)
-    return table.astype(np.int32, copy=False)
+    return table
+
+
+def _expand(blocks: IntArray, expansion: int, columns: IntArray) -> None:
+    """Write the kernel blocks of manager blocks; of one given up every kernel block is NULL (R2, R5)."""
+    if expansion == 1:
+        np.maximum(blocks, 0, out=columns)
+        return
+    kernel_blocks = blocks[:, None] * np.int32(expansion) + np.arange(expansion, dtype=np.int32)
+    kernel_blocks[blocks < 0] = 0
+    columns[:] = kernel_blocks.ravel()
 
 
 def _columns_left_behind(config: BlockTableConfig, group: int, num_computed_tokens: IntArray) -> IntArray:

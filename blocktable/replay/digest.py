@@ -1,8 +1,9 @@
-"""A digest of slots by request and position, so that runs with other row layouts can be compared."""
+"""Digests: of slots by request and position, to compare other row layouts; of outputs, bit for bit, for recordings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -33,3 +34,17 @@ def slot_digest(digest: int, plan: StepPlan, slots: Sequence[IntArray]) -> int:
         mixed ^= mixed >> _SHIFT
         digest = (digest * _CHAIN + int(mixed.sum(dtype=np.uint64)) + 1) & _MASK
     return digest
+
+
+def output_digest(arrays: Iterable[IntArray]) -> bytes:
+    """Return 16 bytes that differ when any entry, shape or dtype of the arrays does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.digest()
+
+
+def chain_digests(all_before: bytes, digest: bytes) -> bytes:
+    """Return the digest of everything so far and of one more step."""
+    return hashlib.blake2b(all_before + digest, digest_size=16).digest()

@@ -5,23 +5,60 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from blocktable.config import BlockTableConfig
+from blocktable.constants import PAD_SLOT_ID
 from blocktable.errors import BlockTableError
-from blocktable.protocols import Backend, IntArray, Step
+from blocktable.protocols import Backend, IntArray, StepBuffers
 from blocktable.replay.checker import BatchNames, ExpectedStep, compare_block_table, compare_slots
-from blocktable.replay.digest import slot_digest
-from blocktable.replay.plan import StepPlan
+from blocktable.replay.digest import chain_digests, output_digest
+from blocktable.replay.result import Findings
 from blocktable.table import BlockTable
 
 T = TypeVar("T")
 
-MAX_SHOWN = 10
-"""Mismatches of one backend that are shown; all are counted."""
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arrays of a step, on the host: see `Batch`. None where the call has none."""
+
+    idx_mapping: IntArray | None
+    query_start_loc: IntArray | None
+    positions: IntArray | None
+    num_computed_tokens: IntArray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A call that puts something out.
+
+    Attributes:
+        inputs: its arrays.
+        num_reqs_padded: batch rows. None: as many as requests.
+        num_tokens_padded: slots of the returned view. None: all.
+        out: number of the set of buffers; or the lengths of the caller's own slot arrays.
+        has_tables: whether it puts out batch tables.
+        has_slots: whether it puts out slots.
+        num_reqs: requests, for a gather without `idx_mapping`.
+    """
+
+    inputs: Inputs
+    num_reqs_padded: int | None
+    num_tokens_padded: int | None
+    out: int | list[int] = 0
+    has_tables: bool = True
+    has_slots: bool = True
+    num_reqs: int | None = None
+
+    def slot_sizes(self, config: BlockTableConfig) -> list[int]:
+        """Return the entries of each group's slot array."""
+        if not self.has_slots:
+            return []
+        return self.out if isinstance(self.out, list) else [config.max_num_batched_tokens] * len(config.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +67,15 @@ class Outputs:
 
     Attributes:
         block_tables: for each group [num_reqs_padded, width] int32.
-        slot_mappings: for each group the whole buffer, [max_num_batched_tokens].
+        slot_mappings: for each group the whole buffer.
     """
 
     block_tables: tuple[IntArray, ...]
     slot_mappings: tuple[IntArray, ...]
 
 
-@dataclass(slots=True)
-class Findings:
-    """What is wrong with a backend's outputs.
-
-    Attributes:
-        count: wrong entries, and broken invariants.
-        shown: the first ones as sentences.
-    """
-
-    count: int = 0
-    shown: list[str] = field(default_factory=list)
-
-    def add(self, step: int, count: int, sentences: Sequence[Any]) -> None:
-        """Count, and keep the sentence where there is room."""
-        self.count += count
-        for sentence in sentences[: MAX_SHOWN - len(self.shown)]:
-            self.shown.append(f"step {step}, {sentence}")
-
-
 class Lane:
-    """Runs plans on one backend.
+    """Runs a replay on one backend.
 
     Args:
         name: what the user calls the backend.
@@ -70,7 +88,8 @@ class Lane:
         findings: what was wrong so far.
         host_us: microseconds of host time of each step: row operations, commit, gather and slots.
         bytes_sent: bytes that each step's commit sent.
-        digest: of all slots so far, the same for every order of the requests in a batch.
+        slot_digest: of all slots so far, the same for every order of the requests in a batch.
+        output_digest: of all outputs so far, bit for bit; empty where nobody asked for it.
     """
 
     def __init__(self, name: str, backend: Backend, config: BlockTableConfig, device: str | None = None) -> None:
@@ -80,31 +99,91 @@ class Lane:
         self.findings = Findings()
         self.host_us = array("d")
         self.bytes_sent = array("q")
-        self.digest = 0
+        self.slot_digest = 0
+        self.output_digest = b""
+        self._elapsed_ns = 0
+        self._bytes_before = 0
         self.table: BlockTable = self._guard("create the table", lambda: BlockTable(config, backend, device))
+        self._sets: list[StepBuffers] = [self.table.buffers]
 
     @property
     def description(self) -> str:
         """What the backend calls itself; an emulated one says so."""
         return str(getattr(self.backend, "description", self.name))
 
-    def run(self, plan: StepPlan) -> Outputs:
-        """Do the plan's row operations and its step, and fetch what came out."""
-        inputs = self._guard("take the step's inputs", lambda: self._inputs(plan))
-        sent_before = self.table.num_bytes_sent
-        begin = time.perf_counter_ns()
-        step = self._guard("run", lambda: self._step(plan, inputs))
-        self.host_us.append((time.perf_counter_ns() - begin) / 1000.0)
-        self.bytes_sent.append(self.table.num_bytes_sent - sent_before)
-        return self._guard("give its outputs", lambda: self._fetch(step))
+    # Calls.
 
-    def check(self, number: int, plan: StepPlan, expected: ExpectedStep, outputs: Outputs) -> None:
-        """Compare every entry of a step's outputs."""
-        names = BatchNames(plan.requests, plan.rows)
-        for group, (table, slots) in enumerate(zip(outputs.block_tables, outputs.slot_mappings, strict=True)):
-            self.findings.add(number, *compare_block_table(expected, group, table, names))
-            self.findings.add(number, *compare_slots(expected, group, slots, names))
-        self.digest = slot_digest(self.digest, plan, outputs.slot_mappings)
+    def operate(self, name: str, values: Sequence[Any]) -> None:
+        """Do one call that puts nothing out; its time counts to the next step."""
+        method = getattr(self.table, name)
+        result = self._timed(name, lambda: method(*values))
+        if name == "create_buffers":
+            self._sets.append(result)
+
+    def run(self, name: str, target: Target) -> Outputs:
+        """Do one call that puts something out, and fetch it."""
+        call, outputs = self._guard("take the step's inputs", lambda: self._prepare(name, target))
+        result = self._timed(name, call)
+        self.host_us.append(self._elapsed_ns / 1000.0)
+        self.bytes_sent.append(self.table.num_bytes_sent - self._bytes_before)
+        self._elapsed_ns, self._bytes_before = 0, self.table.num_bytes_sent
+        tables = () if name == "compute_slot_mappings" else result if name == "gather" else result.block_tables
+        return self._guard("give its outputs", lambda: Outputs(self._fetch(tables), self._fetch(outputs)))
+
+    def error_of(self, name: str, values: Sequence[Any], target: Target | None) -> str | None:
+        """Do a call that should fail and return the name of its error; None where it does not fail."""
+        try:
+            if target is None:
+                getattr(self.table, name)(*values)
+            else:
+                self._prepare(name, target)[0]()
+        except Exception as error:
+            return type(error).__name__
+        return None
+
+    def _prepare(self, name: str, target: Target) -> tuple[Callable[[], Any], Sequence[Any]]:
+        """Return the call with its inputs on the device, and the slot arrays that it writes."""
+        inputs = target.inputs
+        arrays = [inputs.idx_mapping, inputs.query_start_loc, inputs.positions]
+        idx_mapping, starts, positions = map(self._to_device, arrays)
+        out: Any = target.out if isinstance(target.out, list) else self._sets[target.out]
+        if isinstance(out, list):
+            dtype = np.dtype(self.table.config.slot_dtype)
+            out = [self.backend.from_host(np.full(size, PAD_SLOT_ID, dtype), self.device) for size in out]
+        slots = () if name == "gather" else out if isinstance(out, list) else out.slot_mappings
+        table, rows, tokens = self.table, target.num_reqs_padded, target.num_tokens_padded
+        if name == "compute_slot_mappings":
+            return (
+                lambda: table.compute_slot_mappings(idx_mapping, starts, positions, num_tokens_padded=tokens, out=out)
+            ), slots
+        computed = self._to_device(inputs.num_computed_tokens)
+        if name == "gather":
+            return (
+                lambda: table.gather(idx_mapping, rows, num_reqs=target.num_reqs, num_computed_tokens=computed, out=out)
+            ), slots
+        return (
+            lambda: table.step(
+                idx_mapping,
+                starts,
+                positions,
+                num_reqs_padded=rows,
+                num_tokens_padded=tokens,
+                num_computed_tokens=computed,
+                out=out,
+            )
+        ), slots
+
+    def _to_device(self, array: Any) -> Any:
+        return self.backend.from_host(array, self.device) if isinstance(array, np.ndarray) else array
+
+    def _fetch(self, arrays: Sequence[Any]) -> tuple[IntArray, ...]:
+        return tuple(np.asarray(self.backend.to_host(values)) for values in arrays)
+
+    def _timed(self, name: str, call: Callable[[], T]) -> T:
+        begin = time.perf_counter_ns()
+        result = self._guard(name, call)
+        self._elapsed_ns += time.perf_counter_ns() - begin
+        return result
 
     def _guard(self, what: str, call: Callable[[], T]) -> T:
         """A backend's own exception is the backend's fault: say whose it is, and keep it as the cause."""
@@ -115,24 +194,17 @@ class Lane:
             step = len(self.host_us) + 1
             raise BlockTableError(f"Backend {self.name!r} cannot {what} at step {step}: {raised}{error}") from error
 
-    def _inputs(self, plan: StepPlan) -> list[Any]:
-        arrays = (plan.idx_mapping, plan.query_start_loc, plan.positions, plan.num_computed_tokens)
-        return [None if values is None else self.backend.from_host(values, self.device) for values in arrays]
+    # Outputs.
 
-    def _step(self, plan: StepPlan, inputs: list[Any]) -> Step:
-        table = self.table
-        for name, arguments in plan.operations:
-            getattr(table, name)(*arguments)
-        return table.step(
-            *inputs[:3],
-            num_reqs_padded=plan.num_reqs_padded,
-            num_tokens_padded=plan.num_tokens_padded,
-            num_computed_tokens=inputs[3],
-        )
+    def compare(self, number: int, expected: ExpectedStep, names: BatchNames, outputs: Outputs) -> None:
+        """Compare every entry of a step's outputs."""
+        for group, table in enumerate(outputs.block_tables):
+            self.findings.add(number, *compare_block_table(expected, group, table, names))
+        for group, slots in enumerate(outputs.slot_mappings):
+            self.findings.add(number, *compare_slots(expected, group, slots, names))
 
-    def _fetch(self, step: Step) -> Outputs:
-        to_host = self.backend.to_host
-        return Outputs(
-            tuple(np.asarray(to_host(table)) for table in step.block_tables),
-            tuple(np.asarray(to_host(slots)) for slots in self.table.buffers.slot_mappings),
-        )
+    def digest_outputs(self, outputs: Outputs) -> bytes:
+        """Return the digest of one step's outputs, and add it to that of all."""
+        digest = output_digest((*outputs.block_tables, *outputs.slot_mappings))
+        self.output_digest = chain_digests(self.output_digest, digest)
+        return digest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from blocktable.config import BlockTableConfig, KVCacheGroup
 from blocktable.context_parallel import ContextParallel
@@ -88,3 +88,21 @@ class ReplayOptions:
 def tokens_per_block(group: KVCacheGroup, context_parallel: ContextParallel) -> int:
     """Return how many tokens of a request one manager block stands for, those on other ranks counted."""
     return group.block_size * (context_parallel.world_size if group.is_sharded else 1)
+
+
+def describe_options(options: ReplayOptions) -> dict[str, Any]:
+    """Return the options in force as the command line takes them, each group with its `num_blocks`."""
+    described = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    del described["num_blocks"]
+    described["groups"] = [as_pairs(group) for group in options.config().groups]
+    described["context_parallel"] = as_pairs(options.context_parallel) or "none"
+    return described
+
+
+def as_pairs(values: Any) -> str:
+    """Return the fields of a dataclass that are not their defaults, as `key=value,...`."""
+    return ",".join(
+        f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
+        for field in dataclasses.fields(values)
+        if (value := getattr(values, field.name)) != field.default
+    )
