@@ -1,0 +1,181 @@
+"""`blocktable bench`: time our table over every backend, and the engines' own tables beside it, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import blocktable as bt
+from blocktable.cli import Parser, UsageError, warn
+from blocktable_benchmarks.page import require_matplotlib, write_report
+from blocktable_benchmarks.peers import find_peers
+from blocktable_benchmarks.render import as_text, fill_page
+from blocktable_benchmarks.runner import Lane, Results, run_lane
+from blocktable_benchmarks.tables import make_tables
+from blocktable_benchmarks.workloads import shrink, step_workloads
+
+SECTIONS = ("steps", "slots", "bandwidth", "probes", "launches")
+HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
+    parser = Parser(
+        prog="blocktable bench",
+        description="Time whole steps (append, commit, gather, slots), the slot kernel alone and its share of the copy "
+        "bandwidth, for every backend that can run here and for the engines' own tables. Results are compared with the "
+        "numpy backend's before anything is timed. The exit status is 1 where something failed.",
+    )
+    add = parser.add_argument
+    add(
+        "--backend",
+        action="append",
+        metavar="NAME",
+        help="only this one (may be repeated); default: every installed one",
+    )
+    add("--peers", metavar="DIR", help="folder with vllm-<version>/vllm folders; default: an installed vLLM, if any")
+    add("--no-peers", action="store_true", help="no engine's table")
+    add("--quick", action="store_true", help="a smoke test over tiny sizes; the one mode that runs emulated backends")
+    add(
+        "--sweep",
+        action="store_true",
+        help="also sweep requests, rows, tokens, groups, width and share of rows changed",
+    )
+    add(
+        "--section",
+        action="append",
+        choices=SECTIONS,
+        help="only this one (may be repeated); the machine is always measured",
+    )
+    add(
+        "--both-host-paths",
+        action="store_true",
+        help="time steps with the numpy host path too where a compiled one runs",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=150,
+        help="for each lane (%(default)g): what comes later is recorded as not run",
+    )
+    add("--sweep-seconds", type=float, default=30, help="for each lane's sweep (%(default)g)")
+    add("--json", type=Path, metavar="FILE", help="write results there, after every single one")
+    add("--report", type=Path, metavar="FILE", help="write an HTML report with plots there")
+    add("--from", type=Path, metavar="FILE", dest="source", help="measure nothing: show the results of that JSON file")
+    add("--fill", type=Path, metavar="PAGE", help="put the tables between the markers of that Markdown page")
+    add(
+        "--profile-host",
+        action="store_true",
+        help="instead, say where the host time of a steady step goes, call by call",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parse(words)
+    if options.report:
+        require_matplotlib()
+    if options.profile_host:
+        return _profile(options)
+    results = (
+        _load(options.source) if options.source else _measure(options, shlex.join(["blocktable", "bench", *words]))
+    )
+    tables = make_tables(results)
+    for table in tables:
+        print(as_text(table), end="\n\n")
+    if options.fill:
+        fill_page(options.fill, tables)
+    if options.report:
+        write_report(results, options.report)
+    return _status(results, options.backend or [])
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--from {path} cannot be read: {error}.") from error
+    return found
+
+
+def _measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    results = Results(command, options.json)
+    for lane in make_lanes(options):
+        run_lane(lane, results, warn)
+    return results.data
+
+
+def make_lanes(options: argparse.Namespace) -> list[Lane]:
+    """Return the processes to run, in order.
+
+    Raises:
+        UsageError: a backend is not installed.
+    """
+    installed = [info.name for info in bt.list_backends()]
+    for name in options.backend or []:
+        if name not in installed:
+            raise UsageError(f"There is no backend {name!r}; installed are {', '.join(installed)}.")
+    sections = list(options.section or SECTIONS) + (["sweep"] if options.sweep else [])
+    shared = {"is_quick": options.quick, "seconds": options.seconds, "sweep_seconds": options.sweep_seconds}
+    lanes = [Lane("machine", {"kind": "machine", "sections": ["machine"], **shared})]
+    lanes += [
+        Lane(name, {"kind": "backend", "name": name, "sections": sections, **shared})
+        for name in options.backend or installed
+    ]
+    if not options.no_peers:
+        lanes += [
+            Lane(peer.name, {"kind": "peer", "table": peer.table, "sections": sections, **shared}, peer.path)
+            for peer in find_peers(options.peers)
+        ]
+    if options.both_host_paths:
+        lanes += [
+            Lane(
+                f"{name}, numpy host path",
+                {"kind": "backend", "name": name, "sections": ["steps"], **shared},
+                environment={HOST_PATH_VARIABLE: "numpy"},
+            )
+            for name in options.backend or installed
+        ]
+    return lanes
+
+
+def _status(results: dict[str, Any], asked_for: list[str]) -> int:
+    lanes = results["lanes"]
+    missing = [name for name in asked_for if "absent" in lanes.get(name, {"absent": ""})]
+    for name in missing:
+        warn(f"{name} was asked for, but is absent: {lanes.get(name, {}).get('absent', 'it was not run')}.")
+    measured = any("absent" not in lane for lane in lanes.values())
+    if not any(lane["kind"] == "peer" for lane in lanes.values()):
+        warn("no engine's table took part: vLLM is not installed, and --peers names no folder.")
+    return 1 if results["errors"] or missing or not measured else 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from blocktable_benchmarks.host_profile import profile_host
+
+    workloads = step_workloads()[:4]
+    for name in options.backend or [info.name for info in bt.list_backends()]:
+        try:
+            backend = bt.get_backend(name)
+        except bt.BlockTableError as error:
+            warn(f"{name}: {error}")
+            continue
+        if getattr(backend, "is_emulated", False) and not options.quick:
+            warn(f"{name}: times of emulated kernels mean nothing; --quick profiles it nevertheless.")
+            continue
+        for workload in workloads:
+            print(as_text(profile_host(name, shrink(workload) if options.quick else workload)), end="\n\n")
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main())

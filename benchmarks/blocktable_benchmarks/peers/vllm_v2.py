@@ -1,0 +1,86 @@
+"""vLLM's V2 table: stable rows, staged writes, gather and slots of all groups in one launch each. It needs a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from blocktable_benchmarks.peers.base import PeerLane, construct
+from blocktable_benchmarks.workloads import Inputs
+
+
+class VllmV2Lane(PeerLane):
+    """`BlockTables`."""
+
+    launches_per_step = 8  # an upload of the ids, three launches, and what pinned memory costs beside them
+
+    def open(self, inputs: Inputs, steps_in_flight: int = 2) -> None:
+        """Make the table and fill its rows."""
+        module: Any = importlib.import_module("vllm.v1.worker.gpu.block_table")
+        workload, groups = inputs.workload, inputs.workload.num_groups
+        self.take_inputs(inputs)
+        self.table = construct(
+            module.BlockTables,
+            block_sizes=[workload.block_size] * groups,
+            kernel_block_sizes=[workload.block_size] * groups,
+            max_num_reqs=workload.num_rows,
+            max_num_batched_tokens=workload.num_slots,
+            max_num_blocks_per_group=[workload.row_blocks] * groups,
+            device=self.device,
+            cp_size=workload.world_size,
+            cp_rank=workload.world_size - 1,
+            cp_interleave=1,
+        )
+        for row in range(workload.num_reqs):
+            self.table.append_block_ids(row, self.first_ids(row), True)
+        self.table.apply_staged_writes()
+        self.requests = [turn.requests if workload.num_appended else [] for turn in inputs.turns]
+        self.step = self._whole_step
+
+    def _whole_step(self, turn: int) -> None:
+        self.append(turn)
+        workload, table = self.inputs.workload, self.table
+        idx_mapping, query_start_loc, positions = self.arrays
+        table.apply_staged_writes()
+        table.gather_block_tables(idx_mapping, workload.num_reqs)
+        table.compute_slot_mappings(idx_mapping, query_start_loc, positions, workload.num_tokens)
+        if workload.rolls_back:  # there is no call for it: the counts are set back, the ids stay
+            table.num_blocks.np[:, [row for row, _ in self.requests[turn % len(self.requests)]]] = workload.filled
+
+    def append(self, turn: int) -> None:
+        """Append what that turn appends, on the host alone."""
+        append_block_ids = self.table.append_block_ids
+        for row, ids in self.requests[turn % len(self.requests)]:
+            append_block_ids(row, ids, False)
+
+    def set_row(self, row: int, ids: tuple[list[int], ...]) -> None:
+        """Replace what a row holds."""
+        self.table.append_block_ids(row, ids, True)
+
+    def rewind(self) -> None:
+        """Set the counts back; the ids beyond them stay, as they do in the engine."""
+        self.table.num_blocks.np[:, : self.inputs.workload.num_reqs] = self.inputs.workload.filled
+
+    def map_slots(self) -> None:
+        """Run the slot kernel alone."""
+        self.table.compute_slot_mappings(*self.arrays, self.inputs.workload.num_tokens)
+
+    def gather(self) -> None:
+        """Run the gather alone."""
+        self.table.gather_block_tables(self.arrays[0], self.inputs.workload.num_reqs)
+
+    def tables(self) -> list[Any]:
+        """Return the batch tables on the host."""
+        num_reqs = self.inputs.workload.num_reqs
+        return [table[:num_reqs].cpu().numpy() for table in self.table.input_block_tables]
+
+    def slots(self) -> list[Any]:
+        """Return the slot mappings on the host."""
+        return list(self.table.slot_mappings.cpu().numpy())
+
+    @property
+    def bytes_per_step(self) -> int:
+        """What a step sends: four int32 for each write (five with several groups), and all counts."""
+        workload = self.inputs.workload
+        groups = workload.num_groups
+        return 4 * groups * ((5 if groups > 1 else 4) * workload.num_appended + workload.num_rows)

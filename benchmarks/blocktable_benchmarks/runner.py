@@ -1,0 +1,132 @@
+"""Runs the lanes one after the other, each in a process of its own, and keeps what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blocktable_benchmarks.machine import describe_machine, package_versions
+
+SCHEMA = 1
+KILL_AFTER = 60.0
+"""Seconds beyond its time after which a lane that does not answer is ended."""
+
+
+@dataclass
+class Lane:
+    """One process.
+
+    Attributes:
+        name: as results show it.
+        plan: for the worker.
+        path: folder to put before every other one a module is imported from.
+        environment: what is added to the environment.
+    """
+
+    name: str
+    plan: dict[str, Any]
+    path: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Results:
+    """What has been measured so far; written after every record, so that nothing is lost with the run.
+
+    Args:
+        command: what the user typed.
+        path: of the JSON file. None: it is only kept.
+    """
+
+    def __init__(self, command: str, path: Path | None) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {
+            "schema": SCHEMA,
+            "command": command,
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": describe_machine(),
+            "versions": package_versions(),
+            "lanes": {},
+            "errors": [],
+        }
+
+    def begin(self, lane: Lane) -> None:
+        """Start a lane."""
+        if lane.plan["kind"] != "machine":
+            self.data["lanes"][lane.name] = {"kind": lane.plan["kind"]}
+
+    def take(self, lane: Lane, record: dict[str, Any]) -> None:
+        """Keep one record."""
+        section, key = record["section"], record["key"]
+        if "error" in record:
+            self.fail(lane, f"{section}: {key}", record["error"], record.get("traceback"))
+            return
+        if section == "machine":
+            self.data["machine"].update(record["value"])
+        elif section == "lane":
+            self.data["lanes"][lane.name].update(record["value"])
+        else:
+            self.data["lanes"][lane.name].setdefault(section, {})[key] = record["value"]
+        self.write()
+
+    def fail(self, lane: Lane, where: str, error: str, traceback: str | None = None) -> None:
+        """Keep a failure."""
+        self.data["errors"].append({"lane": lane.name, "where": where, "error": error, "traceback": traceback})
+        self.write()
+
+    def write(self) -> None:
+        """Write the JSON file, whole or not at all."""
+        if self.path is None:
+            return
+        unfinished = self.path.with_name(self.path.name + ".part")
+        unfinished.write_text(json.dumps(self.data, indent=1) + "\n")
+        unfinished.replace(self.path)
+
+
+def run_lane(lane: Lane, results: Results, say: Callable[[str], None]) -> None:
+    """Run one lane to its end, or to the end of its time."""
+    results.begin(lane)
+    paths = [lane.path, os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, **lane.environment, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    process = subprocess.Popen(
+        # -P: what lies in the current folder must not stand before what is installed.
+        [sys.executable, "-P", "-m", "blocktable_benchmarks.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    guard = threading.Timer(lane.plan["seconds"] + KILL_AFTER, process.kill)
+    guard.start()
+    try:
+        process.stdin.write(json.dumps(lane.plan))
+        process.stdin.close()
+        for line in process.stdout:
+            record = json.loads(line)
+            results.take(lane, record)
+            say(_progress(lane, record))
+        status = process.wait()
+    finally:
+        guard.cancel()
+        process.kill()
+        process.wait()
+    if status:
+        results.fail(lane, "process", f"ended with status {status} before its plan was done")
+        say(f"{lane.name}: its process ended with status {status}")
+
+
+def _progress(lane: Lane, record: dict[str, Any]) -> str:
+    text = record.get("error")
+    if text is None:
+        value = record["value"]
+        text = value.get("absent", "done") if isinstance(value, dict) else "done"
+    return f"{lane.name}: {record['section']}: {record['key']}: {text}"

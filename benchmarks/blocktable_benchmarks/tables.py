@@ -1,0 +1,312 @@
+"""Results as tables, the same ones for the terminal, the HTML report and docs/performance.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Results = dict[str, Any]
+
+TARGETS = {
+    "256 requests, 1 group, 32k, 1/16": (2.5, 5),
+    "256 requests, 8 groups, 128k, 1/16": (12, 25),
+    "1024 requests, 1 group, 128k, 1/16": (5, 10),
+    "256 requests, 8 groups, 128k, all append": (25, 60),
+}
+"""Whole step -> how many times faster than the best peer the host must be: target, stretch."""
+
+SLOT_TARGETS = {"decode 256 x 1": 2.0, "prefill 1 x 8192": 2.0, "prefill 1 x 65536": 2.3, "256 x 4, 8 groups": 3.3}
+"""Microseconds of GPU time."""
+
+BANDWIDTH_TARGETS = {"1 requests": 85, "2048 requests": 75}
+"""Per cent of the copy bandwidth."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table.
+
+    Attributes:
+        name: for markers in a page.
+        title: a sentence.
+        header: of each column.
+        rows: cells; the first one names the row.
+    """
+
+    name: str
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def make_tables(results: Results) -> list[Table]:
+    """Return every table that has a row."""
+    makers: list[Callable[[Results], list[Table]]] = [
+        _machine,
+        _lanes,
+        _steps,
+        _slots,
+        _bandwidth,
+        _memory,
+        _sweeps,
+        _probes,
+        _notes,
+        _errors,
+    ]
+    return [table for make in makers for table in make(results) if table.rows]
+
+
+def _number(value: Any, digits: int = 1) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.{digits}f}" if isinstance(value, float) else f"{value:,}"
+
+
+def is_timed(lane: dict[str, Any]) -> bool:
+    """Whether a lane's times mean anything."""
+    return not lane.get("is_emulated") and "absent" not in lane
+
+
+def _present(results: Results, section: str) -> dict[str, dict[str, Any]]:
+    return {name: lane[section] for name, lane in results["lanes"].items() if section in lane}
+
+
+def _workloads(results: Results, section: str) -> list[str]:
+    names: dict[str, None] = {}
+    for content in _present(results, section).values():
+        names.update(dict.fromkeys(content))
+    return list(names)
+
+
+def best_peer(results: Results, section: str, workload: str, key: str) -> float | None:
+    """Return the least of the peers' figures."""
+    found = [
+        lane[section][workload][key]
+        for lane in results["lanes"].values()
+        if lane["kind"] == "peer" and is_timed(lane) and lane.get(section, {}).get(workload, {}).get(key) is not None
+    ]
+    return min(found, default=None)
+
+
+def _machine(results: Results) -> list[Table]:
+    machine = results["machine"]
+    rows = [["command", results["command"]], ["date", results["date"]]]
+    rows += [
+        [name.replace("_", " "), str(machine[name])]
+        for name in ("gpu", "cuda", "processor", "cores", "system", "python")
+        if name in machine
+    ]
+    rows.append(["versions", ", ".join(f"{name} {version}" for name, version in results["versions"].items())])
+    for name, time in machine.get("empty_launch_us", {}).items():
+        rows.append([f"empty launch, {name}", f"{time} us"])
+    if "numpy_scatter_us" in machine:
+        rows.append(["one numpy scatter of 128 entries", f"{machine['numpy_scatter_us']} us"])
+    if "copy_GB_per_s" in machine:
+        rows.append(
+            ["device copy", f"{machine['copy_GB_per_s']:,} GB/s, {machine['copy_bytes']:,} bytes read and written"]
+        )
+    return [Table("machine", "The machine", ["what", "value"], rows)]
+
+
+def _lanes(results: Results) -> list[Table]:
+    rows = []
+    for name, lane in results["lanes"].items():
+        if "absent" in lane:
+            rows.append([name, f"absent: {lane['absent']}"])
+            continue
+        said = [lane.get("description", ""), *lane.get("fallbacks", [])]
+        if "host_path" in lane:
+            said.append(f"host path: {lane['host_path']}")
+        if lane.get("is_emulated"):
+            said.append("emulated: checked, its times mean nothing")
+        rows.append([name, "; ".join(text for text in said if text)])
+    return [Table("lanes", "What took part", ["lane", "what it is"], rows)]
+
+
+STEP_COLUMNS = [
+    "",
+    "host us",
+    "from lists us",
+    "many in flight us",
+    "with a wait us",
+    "GPU us",
+    "bytes",
+    "launches",
+    "x best peer, host",
+    "x best peer, wait",
+]
+
+
+def _steps(results: Results) -> list[Table]:
+    tables = []
+    for workload in _workloads(results, "steps"):
+        rows = []
+        for name, content in _present(results, "steps").items():
+            if workload in content:
+                rows.append([name, *_step_cells(results, name, workload)])
+        title = workload
+        if workload in TARGETS:
+            target, stretch = TARGETS[workload]
+            title += f" (target {target:g}x, stretch {stretch:g}x the best peer's host time)"
+        tables.append(Table("steps", title, STEP_COLUMNS, rows))
+    return tables
+
+
+def _step_cells(results: Results, name: str, workload: str) -> list[str]:
+    lane = results["lanes"][name]
+    found = lane["steps"][workload]
+    launches = lane.get("launches", {}).get(workload, {}).get("on_the_gpu")
+    counted = [_number(found.get("bytes_per_step"), 0), _number(launches)]
+    if not is_timed(lane):
+        return ["-"] * 5 + [*counted, "-", "-"]
+    times = [found.get(key) for key in ("host_us", "host_lists_us", "host_no_wait_us", "waited_us", "gpu_us")]
+    ratios = [_ratio(best_peer(results, "steps", workload, key), found.get(key)) for key in ("host_us", "waited_us")]
+    return [*map(_number, times), *counted, *ratios]
+
+
+def _ratio(peer: float | None, ours: float | None) -> str:
+    return "-" if peer is None or not ours else f"{peer / ours:.1f}x"
+
+
+def _slots(results: Results) -> list[Table]:
+    workloads = _workloads(results, "slots")
+    rows = []
+    for name, content in _present(results, "slots").items():
+        if not any("gpu_us" in found for found in content.values()):
+            continue
+        row = [name]
+        for workload in workloads:
+            found = content.get(workload, {})
+            gather = f" (+ {found['gather_us']:.1f})" if "gather_us" in found else ""
+            row.append(_number(found.get("gpu_us"), 2) + gather)
+        rows.append(row)
+    header = ["", *(f"{name} (<= {SLOT_TARGETS[name]})" if name in SLOT_TARGETS else name for name in workloads)]
+    return [
+        Table("slots", "The slot kernel alone, GPU us by graph replay (+ the gather of the same batch)", header, rows)
+    ]
+
+
+def _bandwidth(results: Results) -> list[Table]:
+    workloads = _workloads(results, "bandwidth")
+    rows = []
+    for name, content in _present(results, "bandwidth").items():
+        row = [name]
+        for workload in workloads:
+            found = content.get(workload)
+            row.append("-" if found is None else f"{found['GB_per_s']:,.0f} GB/s, {found['share_of_copy']} %")
+        rows.append(row)
+    header = [
+        "",
+        *(f"{name} (>= {BANDWIDTH_TARGETS[name]} %)" if name in BANDWIDTH_TARGETS else name for name in workloads),
+    ]
+    return [
+        Table(
+            "bandwidth",
+            "16,777,216 tokens: slot kernel, 16 bytes a token, and its share of a device copy",
+            header,
+            rows,
+        )
+    ]
+
+
+def _memory(results: Results) -> list[Table]:
+    rows = []
+    for workload in _workloads(results, "steps"):
+        for name, content in _present(results, "steps").items():
+            found = content.get(workload, {})
+            if found.get("device_bytes") is not None or found.get("memory"):
+                parts = ", ".join(
+                    f"{part.replace('_', ' ')} {size:,}" for part, size in found.get("memory", {}).items()
+                )
+                waits = found.get("steps_before_wait")
+                allocated = found.get("allocations")
+                rows.append(
+                    [
+                        f"{name}: {workload}",
+                        parts or "-",
+                        _number(found.get("device_bytes")),
+                        "-"
+                        if "steps_before_wait" not in found
+                        else "none"
+                        if waits is None
+                        else f"after {waits} steps",
+                        "-"
+                        if allocated is None
+                        else f"{allocated['torch_blocks']}, {allocated['device_bytes']:,} bytes",
+                    ]
+                )
+    header = [
+        "",
+        "bytes of each part",
+        "device memory, measured",
+        "waits behind a busy device",
+        "allocations in 32 steps",
+    ]
+    return [Table("memory", "Memory, waits and allocations", header, rows)]
+
+
+def _sweeps(results: Results) -> list[Table]:
+    tables = []
+    for axis in _axes(results):
+        points = sweep_points(results, axis)
+        values = sorted({x for lane in points.values() for x in lane})
+        rows = [
+            [name, *(_sweep_cell(lane.get(x)) for x in values)]
+            for name, lane in points.items()
+            if is_timed(results["lanes"][name])
+        ]
+        tables.append(
+            Table("sweep", f"Scaling over {axis}: host us / GPU us of a step", ["", *(f"{x:g}" for x in values)], rows)
+        )
+    return tables
+
+
+def _axes(results: Results) -> list[str]:
+    axes: dict[str, None] = {}
+    for content in _present(results, "sweep").values():
+        axes.update(dict.fromkeys(found["axis"] for found in content.values()))
+    return list(axes)
+
+
+def sweep_points(results: Results, axis: str) -> dict[str, dict[float, dict[str, Any]]]:
+    """Return lane -> value on the axis -> what was found there."""
+    return {
+        name: {found["x"]: found for found in content.values() if found["axis"] == axis}
+        for name, content in _present(results, "sweep").items()
+    }
+
+
+def _sweep_cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found['host_us']:,.1f} / {_number(found.get('gpu_us'))}"
+
+
+def _probes(results: Results) -> list[Table]:
+    present = _present(results, "probes")
+    cases: dict[tuple[str, str], dict[str, str]] = {}
+    for name, content in present.items():
+        for case in content["contract"]:
+            answer = "yes" if case["kept"] else f"no ({case['raised']})" if "raised" in case else "no"
+            cases.setdefault((case["rule"], case["contract"]), {})[name] = answer
+    rows = [
+        [f"{contract} ({rule})", *(answers.get(name, "-") for name in present)]
+        for (rule, contract), answers in cases.items()
+    ]
+    return [Table("probes", "Where peers keep our contract, and where not", ["", *present], rows)]
+
+
+def _notes(results: Results) -> list[Table]:
+    rows = [
+        [f"{name}: {workload}", "; ".join(found["notes"])]
+        for name, content in _present(results, "steps").items()
+        for workload, found in content.items()
+        if found.get("notes")
+    ]
+    return [Table("notes", "Right slots, but not our contract", ["", "what differs"], rows)]
+
+
+def _errors(results: Results) -> list[Table]:
+    rows = [[f"{error['lane']}: {error['where']}", error["error"]] for error in results["errors"]]
+    return [Table("errors", "What failed", ["", "error"], rows)]

@@ -1,0 +1,337 @@
+"""One lane, in a process of its own: `python -m blocktable_benchmarks.worker`, a plan in, records out, JSON lines.
+
+A record is `{"section", "key", "value"}` or `{"section", "key", "error"}`. A failure costs its own record only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import blocktable as bt
+from blocktable.host_path import host_path_description
+from blocktable_benchmarks.agreement import check_slots, check_steps
+from blocktable_benchmarks.gpu import Gpu, find_gpu
+from blocktable_benchmarks.machine import measure_machine
+from blocktable_benchmarks.table_lane import TableLane
+from blocktable_benchmarks.timing import (
+    QUEUE_ENTRIES,
+    eager_time,
+    gpu_step_time,
+    graph_time,
+    host_time,
+    percentage,
+    steps_before_wait,
+    waited_time,
+)
+from blocktable_benchmarks.workloads import (
+    SWEEPS,
+    Inputs,
+    Workload,
+    bandwidth_workloads,
+    make_inputs,
+    shrink,
+    slot_workloads,
+    step_workloads,
+    sweep_workload,
+)
+
+SECTIONS = ("machine", "steps", "slots", "bandwidth", "sweep", "probes", "launches")
+"""In the order they run: a profiler's traces slow down what comes after it."""
+
+STEPS = 100
+RUNS = 7
+ALLOCATION_STEPS = 32
+SWEEP_STEPS = 40
+LARGEST_SWEEP = 1 << 22
+"""Tokens of all steps in one timed run of a sweep."""
+LARGEST_HOST_STEP = 1 << 20
+"""Tokens of a step that numpy still maps in tens of milliseconds."""
+
+Emit = Callable[..., None]
+
+
+class Worker:
+    """Runs the sections of a plan.
+
+    Args:
+        plan: `kind` ("backend", "peer" or "machine"), `name` of the backend or `table` of the peer, `sections`,
+            `is_quick`, `seconds` for everything, `sweep_seconds` for the sweeps among it.
+        emit: takes section, key, and `value` or `error`.
+    """
+
+    def __init__(self, plan: dict[str, Any], emit: Emit) -> None:
+        self.plan = plan
+        self.emit = emit
+        self.is_quick: bool = plan["is_quick"]
+        self.steps = 3 if self.is_quick else STEPS
+        self.runs = 2 if self.is_quick else RUNS
+        self.deadline = time.monotonic() + plan["seconds"]
+        self.gpu = find_gpu() if plan.get("name") != "numpy" else None
+
+    def run(self) -> None:
+        """Run every section of the plan."""
+        if self.plan["kind"] != "machine" and not self._introduce():
+            return
+        for section in SECTIONS:
+            if section in self.plan["sections"]:
+                getattr(self, f"_{section}")()
+
+    def _try(self, section: str, key: str, measure: Callable[[], Any]) -> bool:
+        if time.monotonic() > self.deadline:
+            self.emit(section, key, error="not run: the lane's time was over")
+            return False
+        try:
+            self.emit(section, key, value=measure())
+        except Exception as error:
+            self.emit(section, key, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+            return False
+        return True
+
+    # Lanes.
+
+    def _introduce(self) -> bool:
+        """Say what the lane is, or why it is absent."""
+        try:
+            about = self._describe_peer() if self._is_peer else self._describe_backend()
+        except (bt.BlockTableError, ImportError) as error:
+            about = {"absent": str(error)}
+        if about.get("is_emulated") and not self.is_quick:
+            about["absent"] = f"{about['description']}: times of emulated kernels mean nothing; --quick runs it untimed"
+        self.emit("lane", "about", value=about)
+        return "absent" not in about
+
+    def _describe_backend(self) -> dict[str, Any]:
+        backend = bt.get_backend(self.plan["name"])
+        return {
+            "description": str(getattr(backend, "description", backend.name)),
+            "capabilities": sorted(backend.capabilities),
+            "fallbacks": list(getattr(backend, "fallbacks", ())),
+            "is_emulated": bool(getattr(backend, "is_emulated", False)),
+            "host_path": host_path_description(),
+        }
+
+    def _describe_peer(self) -> dict[str, Any]:
+        from blocktable_benchmarks.peers import make_lane
+
+        table = self.plan["table"]
+        if self.gpu is None:
+            if table == "V2":
+                raise bt.BlockTableError("vLLM's V2 table needs a GPU")
+            os.environ["TRITON_INTERPRET"] = "1"
+        make_lane(table, self.gpu)
+        description = f"vLLM's {table} table" + (" (Triton's interpreter)" if self.gpu is None else "")
+        return {"description": description, "is_emulated": self.gpu is None}
+
+    def _make_lane(self, *, takes_lists: bool = False) -> Any:
+        if self.plan["kind"] == "peer":
+            from blocktable_benchmarks.peers import make_lane
+
+            return make_lane(self.plan["table"], self.gpu)
+        return TableLane(self.plan["name"], self.gpu, takes_lists=takes_lists)
+
+    @property
+    def _is_peer(self) -> bool:
+        return bool(self.plan["kind"] == "peer")
+
+    def _lane_gpu(self, lane: Any) -> Gpu | None:
+        found: Gpu | None = lane.gpu
+        return found
+
+    def _inputs(self, workload: Workload) -> Inputs:
+        return make_inputs(shrink(workload) if self.is_quick else workload)
+
+    # Sections.
+
+    def _machine(self) -> None:
+        self._try("machine", "measured", lambda: measure_machine(self.gpu, is_quick=self.is_quick))
+
+    def _steps(self) -> None:
+        for workload in step_workloads():
+            self._try("steps", workload.name, partial(self._measure_step, workload))
+
+    def _measure_step(self, workload: Workload) -> dict[str, Any]:
+        inputs = self._inputs(workload)
+        lane = self._make_lane()
+        gpu = self._lane_gpu(lane)
+        free = gpu.free_bytes() if gpu else 0
+        lane.open(inputs)
+        used = free - gpu.free_bytes() if gpu else None
+        notes = check_steps(lane, inputs, is_peer=self._is_peer)
+        steps = min(self.steps, inputs.workload.max_steps, QUEUE_ENTRIES // lane.launches_per_step)
+        found: dict[str, Any] = {"notes": notes, "steps": steps, "memory": lane.memory, "device_bytes": used}
+        found["host_us"] = host_time(lane, steps, self.runs)
+        found["waited_us"] = waited_time(lane, steps)
+        found["bytes_per_step"] = self._bytes_per_step(lane, steps)
+        found["blocks_per_step"] = inputs.workload.num_appended * inputs.workload.num_groups
+        if gpu:
+            found["steps_before_wait"] = steps_before_wait(gpu, lane)
+            found["allocations"] = self._allocations(gpu, lane)
+        lane.close()
+        if not self._is_peer:
+            self._measure_unlimited(inputs, steps, found)
+            found["host_lists_us"] = self._list_step_time(inputs, steps)
+        elif gpu:
+            lane = self._make_lane()
+            lane.open(inputs)
+            found["gpu_us"] = gpu_step_time(gpu, lane, min(steps, 30), found["host_us"])
+            lane.close()
+        return found
+
+    def _measure_unlimited(self, inputs: Inputs, steps: int, found: dict[str, Any]) -> None:
+        """Measure once more with so many steps in flight that none waits for an earlier one."""
+        lane = self._make_lane()
+        lane.open(inputs, steps_in_flight=steps + 4)
+        found["host_no_wait_us"] = host_time(lane, steps, self.runs)
+        if lane.gpu:
+            found["gpu_us"] = gpu_step_time(lane.gpu, lane, min(steps, 30), found["host_no_wait_us"])
+        lane.close()
+
+    def _list_step_time(self, inputs: Inputs, steps: int) -> float:
+        lane = self._make_lane(takes_lists=True)
+        lane.open(inputs)
+        check_steps(lane, inputs, is_peer=False)
+        found = host_time(lane, steps, self.runs)
+        lane.close()
+        return found
+
+    def _bytes_per_step(self, lane: Any, steps: int) -> float:
+        if self._is_peer:
+            return float(lane.bytes_per_step)
+        lane.rewind()
+        before = lane.bytes_sent
+        for turn in range(steps):
+            lane.step(turn)
+        lane.synchronize()
+        return float(lane.bytes_sent - before) / steps
+
+    def _allocations(self, gpu: Gpu, lane: Any) -> dict[str, int]:
+        lane.rewind()
+        lane.step(0)
+        before, free = gpu.num_allocations(), gpu.free_bytes()
+        for turn in range(ALLOCATION_STEPS):
+            lane.step(turn)
+        return {
+            "steps": ALLOCATION_STEPS,
+            "torch_blocks": gpu.num_allocations() - before,
+            "device_bytes": free - gpu.free_bytes(),
+        }
+
+    def _slots(self) -> None:
+        for workload in slot_workloads():
+            self._try("slots", workload.name, partial(self._measure_slots, workload))
+
+    def _measure_slots(self, workload: Workload) -> dict[str, Any]:
+        inputs = self._inputs(workload)
+        lane = self._make_lane()
+        lane.open(inputs)
+        check_slots(lane, inputs)
+        found: dict[str, Any] = {"tokens": inputs.workload.num_tokens}
+        gpu = self._lane_gpu(lane)
+        if gpu:
+            found["gpu_us"] = graph_time(gpu, lane.map_slots)
+            if lane.gather:
+                found["gather_us"] = graph_time(gpu, lane.gather)
+        lane.close()
+        return found
+
+    def _bandwidth(self) -> None:
+        gpu = self.gpu
+        if gpu is None or self.is_quick:
+            return
+        for workload in bandwidth_workloads():
+            self._try("bandwidth", workload.name, partial(self._measure_bandwidth, gpu, workload))
+
+    def _measure_bandwidth(self, gpu: Gpu, workload: Workload) -> dict[str, Any]:
+        inputs = make_inputs(workload)
+        lane = self._make_lane()
+        lane.open(inputs)
+        check_slots(lane, inputs)
+        time_us = eager_time(gpu, lane.map_slots)
+        lane.close()
+        source, target = gpu.empty(workload.num_tokens), gpu.empty(workload.num_tokens)
+        source.random_()
+        copy_us = eager_time(gpu, lambda: target.copy_(source))
+        moved = 16 * workload.num_tokens  # a position read, a slot written
+        return {
+            "gpu_us": time_us,
+            "GB_per_s": moved / time_us / 1e3,
+            "copy_GB_per_s": moved / copy_us / 1e3,
+            "share_of_copy": percentage(copy_us, time_us),
+        }
+
+    def _sweep(self) -> None:
+        self.deadline, deadline = min(self.deadline, time.monotonic() + self.plan["sweep_seconds"]), self.deadline
+        for axis, points in SWEEPS.items():
+            for value, changes in points[:: len(points) - 1] if self.is_quick else points:
+                workload = sweep_workload(axis, changes)
+                if self.gpu is None and workload.num_tokens > LARGEST_HOST_STEP:
+                    continue
+                measure = partial(self._measure_point, axis, value, workload)
+                self._try("sweep", f"{axis} {value:g}", measure)
+        self.deadline = deadline
+
+    def _measure_point(self, axis: str, value: float, workload: Workload) -> dict[str, Any]:
+        inputs = self._inputs(workload)
+        lane = self._make_lane()
+        most = min(3 if self.is_quick else SWEEP_STEPS, inputs.workload.max_steps)
+        lane.open(inputs, steps_in_flight=most + 4)
+        # Of steps that take the GPU milliseconds, a few are enough.
+        steps = max(2, min(most, QUEUE_ENTRIES // lane.launches_per_step, LARGEST_SWEEP // inputs.workload.num_tokens))
+        if inputs.workload.num_tokens <= LARGEST_HOST_STEP:  # the larger ones are checked where bandwidth is measured
+            check_steps(lane, inputs, is_peer=self._is_peer, steps=1)
+        found: dict[str, Any] = {"axis": axis, "x": value, "host_us": host_time(lane, steps, 3)}
+        gpu = self._lane_gpu(lane)
+        if gpu:
+            found["gpu_us"] = gpu_step_time(gpu, lane, steps, found["host_us"], runs=1)
+        lane.close()
+        return found
+
+    def _probes(self) -> None:
+        if self._is_peer:
+            from blocktable_benchmarks.peers.probes import probe
+
+            self._try("probes", "contract", lambda: probe(self._make_lane, self.gpu))
+
+    def _launches(self) -> None:
+        gpu = self.gpu
+        if gpu is None:
+            return
+        for workload in step_workloads():
+            self._try("launches", workload.name, partial(self._count_launches, gpu, workload))
+
+    def _count_launches(self, gpu: Gpu, workload: Workload) -> dict[str, Any]:
+        inputs = self._inputs(workload)
+        lane = self._make_lane()
+        lane.open(inputs)
+        for turn in range(3):
+            lane.step(turn)
+        lane.synchronize()
+        names = gpu.launched(lambda: lane.step(3))
+        lane.close()
+        return {"on_the_gpu": sum(names.values()), "names": names}
+
+
+def main() -> int:
+    """Run the plan that standard input holds."""
+    plan = json.loads(sys.stdin.read())
+    records = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not stand between the records
+
+    def emit(section: str, key: str, **content: Any) -> None:
+        records.write(json.dumps({"section": section, "key": key, **content}) + "\n")
+        records.flush()
+
+    Worker(plan, emit).run()
+    records.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
