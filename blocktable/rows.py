@@ -165,7 +165,6 @@ class HostRows:
                 self._id_limits,
             )
         ).astype(np.int64)
-        self._sizes: IntArray = np.zeros(arena.num_groups, np.int64)
         self._compiled_stamps: IntArray = np.zeros(arena.num_rows, np.int64)
         self._stamp = 0
         self._indices: IntArray = np.arange(arena.num_rows)
@@ -268,35 +267,30 @@ class HostRows:
             self.append(self.check_rows("rows", rows), block_ids, counts)
 
     def _append_compiled(self, rows: Any, block_ids: Any, counts: Any) -> bool:
-        """Append in one compiled call; False with nothing changed where anything is out of the ordinary."""
+        """Append in one compiled call; False with nothing changed where anything is out of the ordinary.
+
+        Ordinary are int64 arrays `rows` and `counts` and, for each group, an int32 array of the same size.
+        """
         if type(block_ids) is np.ndarray:
-            block_ids = (block_ids,)
-        if (
-            type(rows) is not np.ndarray
-            or rows.dtype is not _INT64
-            or type(counts) is not np.ndarray
-            or counts.dtype is not _INT64
-            or counts.ndim != 1
-            or counts.size != rows.size
-            or rows.ndim != 1
-            or len(block_ids) != self.arena.num_groups
-        ):
+            block_ids = [block_ids]
+        num_groups = self.arena.num_groups
+        if not (type(rows) is type(counts) is np.ndarray and rows.dtype is counts.dtype is _INT64):
             return False
-        for ids in block_ids:
-            if type(ids) is not np.ndarray or ids.dtype is not _INT32 or ids.ndim != 1:
-                return False
-        sizes = self._sizes
-        for group, ids in enumerate(block_ids):
-            sizes[group] = ids.size
-        flat = block_ids[0] if len(block_ids) == 1 else np.concatenate(block_ids)
+        if [*map(type, block_ids)].count(np.ndarray) != num_groups or rows.shape != counts.shape or rows.ndim != 1:
+            return False
+        sizes = [ids.size for ids in block_ids]
+        if sizes.count(sizes[0]) != num_groups or [ids.dtype for ids in block_ids].count(_INT32) != num_groups:
+            return False
+        flat = block_ids[0] if num_groups == 1 else np.concatenate(block_ids)
+        if flat.ndim != 1 or not (rows.flags.c_contiguous and counts.flags.c_contiguous and flat.flags.c_contiguous):
+            return False
         self._stamp += 1
         journal = self.journal
-        size = self._compiled.append(
-            np.ascontiguousarray(rows),
-            np.ascontiguousarray(flat),
-            sizes,
-            np.ascontiguousarray(counts),
-            0,
+        size: int = self._compiled.append(
+            rows,
+            flat,
+            sizes[0],
+            counts,
             self._geometry,
             self.mirror,
             self.arena.num_rows,

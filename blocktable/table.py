@@ -57,6 +57,37 @@ class _Views:
     steps: dict[tuple[int, bool, bool, int], Step] = field(default_factory=dict)
 
 
+class _Plan:
+    """What a step over the same arrays and sizes as the last one may use again: checked inputs, and what it returns."""
+
+    def __init__(self, batch: Batch | None = None, buffers: Any = None, step: Any = None, sizes: Any = None) -> None:
+        self.batch: Batch = batch or Batch(None, None, None, 0, 0)
+        self.buffers: StepBuffers = buffers
+        self.step: Step = step
+        self.sizes = sizes
+        inputs: tuple[Any, ...] = (self.batch.idx_mapping, self.batch.query_start_loc, self.batch.positions)
+        # torch tensors only, whose length is cheap to ask for: somebody may resize one in place. With the identity the
+        # padding rows must be looked at each time.
+        self.lengths = [array.numel for array in inputs if hasattr(array, "numel")]
+        self.is_reusable = len(self.lengths) == len(inputs)
+        self.expected = [length() for length in self.lengths]
+
+    def serves(
+        self, idx_mapping: Any, query_start_loc: Any, positions: Any, num_computed_tokens: Any, sizes: Any
+    ) -> bool:
+        """Whether these are the arrays and sizes it was made for."""
+        batch = self.batch
+        return (
+            positions is batch.positions
+            and idx_mapping is batch.idx_mapping
+            and query_start_loc is batch.query_start_loc
+            and num_computed_tokens is batch.num_computed_tokens
+            and self.is_reusable
+            and sizes == self.sizes
+            and [length() for length in self.lengths] == self.expected
+        )
+
+
 class BlockTable:
     """Which KV-cache block and slot each token of each request lives in, on the host and on a device.
 
@@ -111,7 +142,7 @@ class BlockTable:
         self._has_windows = any(group.sliding_window is not None for group in config.groups)
         self._rows = HostRows(config)
         self._is_invalid = False
-        self._last_batch = Batch(None, None, None, 0, 0)
+        self._plan = _Plan()
         self.num_bytes_sent: int = 0
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
@@ -416,12 +447,11 @@ class BlockTable:
 
         Rules: R9-R17, R22.
         """
-        self._require_tokens(query_start_loc, positions)
-        batch = self._batch(
-            idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, will_commit=True
-        )
-        self._check_num_tokens(batch.num_positions, num_tokens_padded, self.config.max_num_batched_tokens)
-        views, buffers = self._views_of(out), self._buffers(out)
+        sizes = (num_reqs_padded, num_tokens_padded, out)
+        plan = self._plan
+        if not plan.serves(idx_mapping, query_start_loc, positions, num_computed_tokens, sizes):
+            plan = self._make_plan(idx_mapping, query_start_loc, positions, num_computed_tokens, sizes)
+        batch, buffers = plan.batch, plan.buffers
         handle = self._stream(stream, positions)
         writes = self._begin_commit(handle)
         if self._fused_step is not None:
@@ -434,7 +464,7 @@ class BlockTable:
             if batch.wants_tables:
                 self.store.gather(batch, buffers, stream=handle)
             self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=handle)
-        return self._step_view(views, buffers, batch, num_tokens_padded)
+        return plan.step
 
     def create_buffers(self) -> StepBuffers:
         """Return one more set of outputs, filled with NULL and PAD.
@@ -501,6 +531,24 @@ class BlockTable:
 
     # Arguments of a step.
 
+    def _make_plan(
+        self,
+        idx_mapping: Array | None,
+        query_start_loc: Array,
+        positions: Array,
+        num_computed_tokens: Array | None,
+        sizes: tuple[int | None, int | None, StepBuffers | None],
+    ) -> _Plan:
+        num_reqs_padded, num_tokens_padded, out = sizes
+        self._require_tokens(query_start_loc, positions)
+        batch = self._batch(
+            idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, will_commit=True
+        )
+        self._check_num_tokens(batch.num_positions, num_tokens_padded, self.config.max_num_batched_tokens)
+        views, buffers = self._views_of(out), self._buffers(out)
+        self._plan = _Plan(batch, buffers, self._step_view(views, buffers, batch, num_tokens_padded), sizes)
+        return self._plan
+
     def _batch(
         self,
         idx_mapping: Array | None,
@@ -519,18 +567,6 @@ class BlockTable:
             length = vector_length("num_computed_tokens", num_computed_tokens, "int32")
             if length != requests:
                 raise ArgumentError(f"num_computed_tokens must hold {requests} entries, one a request, got {length}.")
-        last = self._last_batch
-        if (
-            last.positions is positions
-            and last.idx_mapping is idx_mapping
-            and last.query_start_loc is query_start_loc
-            and last.num_computed_tokens is num_computed_tokens
-            and last.num_reqs == requests
-            and last.num_reqs_padded == padded
-            and last.num_positions == num_positions
-            and idx_mapping is not None
-        ):
-            return last  # a steady step makes nothing
         padded = int_scalar("num_reqs_padded", padded)
         if not requests <= padded <= self.config.max_num_reqs:
             raise ArgumentError(
@@ -541,7 +577,7 @@ class BlockTable:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
         # With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy.
         wants_tables = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
-        self._last_batch = Batch(
+        return Batch(
             idx_mapping,
             query_start_loc,
             positions,
@@ -551,7 +587,6 @@ class BlockTable:
             num_positions,
             wants_tables,
         )
-        return self._last_batch
 
     def _num_reqs(self, idx_mapping: Array | None, query_start_loc: Array | None, num_reqs: int | None) -> int:
         found: dict[str, int] = {}

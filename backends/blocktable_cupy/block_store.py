@@ -155,7 +155,7 @@ class CupyBlockStore:
             slot_mappings=tuple(slots[g * num_tokens : (g + 1) * num_tokens] for g in range(arena.num_groups)),
             batch=batch,
             slots=slots,
-            fused=FusedStep(self.config, self._fused_kernels, device.step_runner, addresses),
+            fused=FusedStep(self.config, self._fused_kernels, device.step_runner, device.address, addresses),
         )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
@@ -185,20 +185,27 @@ class CupyBlockStore:
 
     def step(self, writes: Writes, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         """Do a whole step; inside a foreign capture by the plain kernels (R21)."""
-        assert isinstance(out, CupyBuffers)
+        if self.device.is_current():
+            self._step(writes, batch, out, stream)
+            return
         with self.device.current():
-            native, capturing = self.enter(stream)
-            if capturing:
-                refuse_capture(writes.num_ranges > 0, "A step with pending changes")
-                self._plain_step(batch, out, stream)
-            elif self._has_host_arrays(batch):
+            self._step(writes, batch, out, stream)
+
+    def _step(self, writes: Writes, batch: Batch, out: StepBuffers, stream: int | None) -> None:
+        assert isinstance(out, CupyBuffers)
+        native, capturing = self.enter(stream)
+        fused = out.fused
+        if capturing:
+            refuse_capture(writes.num_ranges > 0, "A step with pending changes")
+            self._plain_step(batch, out, stream)
+        elif batch is not fused.batch and self._has_host_arrays(batch):
+            self.write(writes, stream=stream)
+            self._plain_step(batch, out, stream)
+        else:
+            if not (self._takes_params and fused.pack(writes)):
+                fused.pack(self._no_writes)
                 self.write(writes, stream=stream)
-                self._plain_step(batch, out, stream)
-            else:
-                if not (self._takes_params and out.fused.pack(writes)):
-                    out.fused.pack(self._no_writes)
-                    self.write(writes, stream=stream)
-                out.fused.run(batch, self.device.address, native)
+            fused.run(batch, native)
 
     def _has_host_arrays(self, batch: Batch) -> bool:
         return not self.device.takes_host_arrays and any(

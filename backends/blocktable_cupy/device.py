@@ -40,6 +40,9 @@ class HostDevice:
         if device is not None:
             raise ArgumentError(f"The host emulation has no device to choose, got device={device!r}; leave it None.")
 
+    def is_current(self) -> bool:
+        return True
+
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -115,7 +118,10 @@ class CupyDevice:
 
     def current(self) -> AbstractContextManager[Any]:
         """Make this GPU the current one; a no-op where it is, which is what an engine does."""
-        return nullcontext() if self._runtime.getDevice() == self.index else self._device
+        return nullcontext() if self.is_current() else self._device
+
+    def is_current(self) -> bool:
+        return bool(self._runtime.getDevice() == self.index)
 
     def full(self, size: int, value: int, dtype: str) -> Any:
         with self.current():

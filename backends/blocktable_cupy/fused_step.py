@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from blocktable_cupy.kernels import tokens_per_thread
 
 APPLY_KERNELS = (("apply_changes_small", 245), ("apply_changes_medium", 1905), ("apply_changes_large", 8165))
 """Kernels that take changes by value, and the int32 entries of that parameter: `Changes` of kernels.cu."""
+SMALL = APPLY_KERNELS[0][1]
 
 HEADER, NULLS = 5, 4
 """Counts before packed changes, and which of them counts the entries of NULL ranges."""
@@ -94,11 +96,20 @@ class FusedStep:
         config: of the table.
         kernels: name -> kernel, of all apply kernels and step_batch.
         runner: `HostRunner` or `GraphRunner`.
+        address: says where an array lies.
         addresses: of the group fields, the arena, the batch and the slots.
+
+    Attributes:
+        batch: the last one that was run.
     """
 
     def __init__(
-        self, config: BlockTableConfig, kernels: dict[str, Any], runner: Any, addresses: tuple[int, int, int, int]
+        self,
+        config: BlockTableConfig,
+        kernels: dict[str, Any],
+        runner: Any,
+        address: Callable[[Any], int],
+        addresses: tuple[int, int, int, int],
     ) -> None:
         groups, arena, batch, slots = addresses
         num_groups = len(config.groups)
@@ -115,7 +126,10 @@ class FusedStep:
         self._slot_blocks = num_groups * -(-self._num_slots // (BLOCK * self._run))
         self._num_groups = num_groups
         self._runner = runner(kernels, [self._changes.ctypes.data, *apply.addresses], self._step.addresses)
-        self._last: tuple[int, ...] = ()
+        self._address = address
+        self._ask: list[Callable[[], int]] = []
+        self._addresses: list[int] = []
+        self.batch: Batch | None = None
         self._used = HEADER
         self._step_blocks = 0
 
@@ -128,33 +142,31 @@ class FusedStep:
             return writes.num_ranges == 0
         return True
 
-    def run(self, batch: Batch, address: Callable[[Any], int], stream: Any) -> None:
-        """Launch the step.
-
-        Args:
-            batch: its sizes and device arrays.
-            address: what says the address of an array.
-            stream: the native stream.
-        """
-        idx_mapping, num_computed_tokens = batch.idx_mapping, batch.num_computed_tokens
-        present = (
-            0 if idx_mapping is None else address(idx_mapping),
-            0 if num_computed_tokens is None else address(num_computed_tokens),
-            address(batch.query_start_loc),
-            address(batch.positions),
-            batch.num_reqs,
-            batch.num_reqs_padded,
-            batch.num_positions,
-            batch.wants_tables,
-        )
-        is_new = present != self._last
+    def run(self, batch: Batch, stream: Any) -> None:
+        """Launch the step over a batch of device arrays, on a native stream."""
+        is_new = batch is not self.batch or [address() for address in self._ask] != self._addresses
         if is_new:
-            pairs = max(batch.num_reqs_padded, 1) * self._num_groups
-            gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
-            self._step.set(*present[:7], *self._fixed, self._num_slots, gather_blocks, TEAM, self._run)
-            self._step_blocks = gather_blocks + self._slot_blocks
-            self._last = present
+            self._set_batch(batch)
         used = self._used
-        kernel = next(name for name, size in APPLY_KERNELS if size >= used)
+        kernel = next(name for name, size in APPLY_KERNELS if size >= used) if used > SMALL else APPLY_KERNELS[0][0]
         apply_blocks = min(1 + (used + int(self._changes[NULLS])) // BLOCK, MAX_APPLY_BLOCKS)
         self._runner.run(kernel, apply_blocks, self._step_blocks, is_new, stream)
+
+    def _set_batch(self, batch: Batch) -> None:
+        arrays = (batch.idx_mapping, batch.num_computed_tokens, batch.query_start_loc, batch.positions)
+        # A tensor may be given other memory in place: its address is asked for at each step.
+        self._ask = [_nothing if array is None else self._asker(array) for array in arrays]
+        self._addresses = [address() for address in self._ask]
+        pairs = max(batch.num_reqs_padded, 1) * self._num_groups
+        gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
+        sizes = (batch.num_reqs, batch.num_reqs_padded, batch.num_positions)
+        self._step.set(*self._addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, TEAM, self._run)
+        self._step_blocks = gather_blocks + self._slot_blocks
+        self.batch = batch
+
+    def _asker(self, array: Any) -> Callable[[], int]:
+        return array.data_ptr if hasattr(array, "data_ptr") else partial(self._address, array)
+
+
+def _nothing() -> int:
+    return 0
