@@ -266,9 +266,7 @@ class NumbaDevice(Device):
     def kernel(self, name: str, slot_dtype: str) -> GpuKernel:
         types_of_arguments = signature(name, slot_dtype)
         with self.current(), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of how Numba links: it says so to every user on machines without nvJitLink
+            warnings.simplefilter("ignore")  # Numba's linker warns wherever there is no nvJitLink
             compiled = KERNELS[name].compile(types_of_arguments)
             compiled.bind()
             return GpuKernel(int(compiled.library.get_cufunc().handle), types_of_arguments)
@@ -347,7 +345,7 @@ class NumbaDevice(Device):
 def _call(function: Any, *arguments: Any) -> Any:
     """Call the driver, and return its answer or raise."""
     error, *answer = function(*arguments)
-    if error != driver.CUresult.CUDA_SUCCESS:
+    if error:
         raise BlockTableError(f"The CUDA driver refused {function.__name__}: {error.name}.")
     return answer[0] if answer else None
 
