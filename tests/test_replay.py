@@ -1,7 +1,9 @@
 """`blocktable replay` whole: right backends pass, broken ones are named, both row styles give the same slots."""
 
 import dataclasses
+import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from blocktable.replay.options import ReplayOptions
 from blocktable.replay.plan import Counters
 from blocktable.replay.progress import PlainProgress, SilentProgress
 from blocktable.replay.readers import read_trace
-from blocktable.replay.run import Replay, ReplayResult, unfit_requests
+from blocktable.replay.result import ReplayResult
+from blocktable.replay.run import Replay, unfit_requests
 from blocktable.replay.traces import Trace
 from blocktable_numpy import NumpyBackend, NumpyBlockStore, NumpySlotMapper
 
@@ -100,13 +103,13 @@ def test_both_row_styles_are_right_and_give_the_same_slots(name: str) -> None:
     for rows in ("stable", "dense"):
         result, lane = replay(trace, dataclasses.replace(options, rows=rows))
         assert (result.num_mismatches, result.broken.shown, lane.findings.shown) == (0, [], [])
-        counts = dict(result.counters.items())
+        counts = result.counters
         assert counts["requests"] == len(trace) + num_second_samples(trace, options)
         for seen in SEEN_BY.get(name, ()):
             assert counts[seen] > 0, f"the options were to make {seen} happen"
         assert lane.table.num_blocks_per_row.sum() == 0, "the last step takes every end to the device"
         lane.table.verify()
-        digests.add((lane.digest, *counts.values()))
+        digests.add((lane.slot_digest, *counts.values()))
     assert len(digests) == 1
 
 
@@ -114,10 +117,10 @@ def test_sharing_changes_slots_and_not_tokens_of_the_rest() -> None:
     trace = trace_of(60)
     with_sharing, _ = replay(trace, ReplayOptions(max_model_len=2048))
     without, _ = replay(trace, ReplayOptions(max_model_len=2048, share_prefixes=False))
-    assert with_sharing.counters.shared_blocks > 0
-    assert without.counters.shared_blocks == 0
-    saved = without.counters.tokens - with_sharing.counters.tokens
-    assert saved == 16 * with_sharing.counters.shared_blocks
+    assert with_sharing.counters["shared_blocks"] > 0
+    assert without.counters["shared_blocks"] == 0
+    saved = without.counters["tokens"] - with_sharing.counters["tokens"]
+    assert saved == 16 * with_sharing.counters["shared_blocks"]
 
 
 def test_ranks_share_the_tokens() -> None:
@@ -135,7 +138,7 @@ def test_ranks_share_the_tokens() -> None:
         shard = bt.ContextParallel(world_size=4, rank=rank, interleave_size=4)
         result, _ = replay(trace, ReplayOptions(max_model_len=2048, context_parallel=shard), Counting())
         assert result.num_mismatches == 0
-    assert written == result.counters.tokens
+    assert written == result.counters["tokens"]
 
 
 # Broken backends. Each is named to the command as `module:Class`.
@@ -249,7 +252,7 @@ def test_a_broken_backend_is_found(
 def test_a_backend_that_raises_is_named(csv: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", csv, "--backend", f"{__name__}:Raises"]) == cli.USAGE_ERROR
     said = capsys.readouterr().err
-    assert "Raises' cannot run at step 1: it raised RuntimeError: the launch failed" in said
+    assert "Raises' failed in step at step 1: it raised RuntimeError: the launch failed" in said
     assert "Traceback" not in said
 
 
@@ -276,7 +279,7 @@ def test_parts_of_a_trace(csv: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", csv, "--limit", "5"]) == 0
     assert "(BurstGPT CSV, 5 requests)" in capsys.readouterr().out
     assert cli.main(["replay", csv, "--max-steps", "4"]) == 0
-    assert "ended after 4 steps, before the trace did" in capsys.readouterr().out
+    assert "ended after 4 steps, before it was over" in capsys.readouterr().out
     assert cli.main(["replay", csv, "--from", "1h"]) == cli.USAGE_ERROR
     assert "no request lies in the part that --from" in capsys.readouterr().err
 
@@ -289,7 +292,7 @@ def test_requests_that_do_not_fit(csv: str, capsys: pytest.CaptureFixture[str]) 
         assert f"{csv}:" in said
         assert reason in said
         assert cli.main(["replay", csv, option, value, "--on-bad-line", "skip"]) == 0
-        assert " bad lines skipped\n" in capsys.readouterr().out
+        assert " bad lines skipped)\n" in capsys.readouterr().out
     assert cli.main(["replay", csv, "--num-blocks", "1", "--on-bad-line", "skip"]) == cli.USAGE_ERROR
     assert "no request fits" in capsys.readouterr().err
 
@@ -309,16 +312,68 @@ def test_plain_progress_is_seldom(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     progress = PlainProgress(100)
     for step in range(1, 6401):
         now = step / 100
-        progress.update(Counters(requests=step // 64, steps=step), 0)
+        progress.update(step, step // 64, 0)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 6
     assert lines[0] == "16 of 100 requests, 1024 steps, 100 steps/s, 0 mismatches, about 54 s left"
 
 
-# The synthetic trace.
+# Without TRACE: the README's options, under which everything happens.
 
 
 def test_the_shipped_trace_is_what_its_generator_writes(tmp_path: Path) -> None:
     synthetic.write(tmp_path / "again.jsonl")
     assert (tmp_path / "again.jsonl").read_bytes() == synthetic.SHIPPED.read_bytes()
     assert not unfit_requests(read_trace(synthetic.SHIPPED), synthetic.EXERCISE)
+
+
+@pytest.mark.parametrize("rows", ["stable", "dense"])
+def test_plain_replay_makes_every_feature_happen(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "numbers.json"
+    assert cli.main(["replay", "--quiet", "--rows", rows, "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the synthetic trace (Mooncake JSONL, 414 requests)\n")
+    summary = json.loads(path.read_text())
+    for field in dataclasses.fields(Counters):
+        assert summary["schedule"][field.name] > 0, f"{field.name} did not happen"
+        assert f"\n{field.name.replace('_', ' ')} " in said
+    assert summary["schedule"]["blocks_shared_peak"] > 0
+    assert summary["backends"][0]["bytes_sent_per_step_mean"] > 0
+
+
+def test_options_replace_those_of_the_synthetic_trace_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.json"
+    arguments = ["--lookahead", "0", "--fork-every", "0", "--no-prefix-sharing", "--max-steps", "300"]
+    assert cli.main(["replay", "--quiet", "--json", str(path), *arguments]) == 0
+    schedule = json.loads(path.read_text())["schedule"]
+    assert [schedule[name] for name in ("rollbacks", "forks", "shared_blocks")] == [0, 0, 0]
+    assert schedule["evictions"] > 0
+    assert schedule["steps"] == 300
+
+
+def test_json_holds_what_its_page_describes(csv: str, tmp_path: Path) -> None:
+    """Every field of the file stands in docs/replay.md, and every field there is in the file."""
+    path = tmp_path / "numbers.json"
+    arguments = ["replay", csv, "--quiet", "--json", str(path), "--backend", "numpy"]
+    assert cli.main([*arguments, "--record", str(tmp_path / "run.btrace")]) == 0
+    summary = json.loads(path.read_text())
+    assert summary["schema_version"] == 1
+    assert summary["command"].startswith(f"blocktable replay {csv} ")
+    page = (Path(__file__).parents[1] / "docs/replay.md").read_text()
+    described = set(re.findall(r"^\| `([a-z_.\[\]0-9]+)` \|", page, re.MULTILINE))
+    assert fields_of(summary) == described
+
+
+def fields_of(value: Any, name: str = "") -> set[str]:
+    """Return the dotted names of all values in a JSON document; of a list, those of its first object."""
+    if isinstance(value, dict):
+        return set().union(*(fields_of(inner, f"{name}.{key}".lstrip(".")) for key, inner in value.items()))
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return fields_of(value[0], f"{name}[]")
+    return {name}
+
+
+def test_a_file_that_cannot_be_written_is_said(csv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--json", "--record"):
+        assert cli.main(["replay", csv, "--quiet", "--max-steps", "2", option, str(tmp_path)]) == cli.USAGE_ERROR
+        assert "cannot be written" in capsys.readouterr().err

@@ -325,7 +325,10 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
             raise _TornError(f"byte {place}: a chunk is cut off")
         if zlib.crc32(packed) != crc:
             raise _TornError(f"byte {place}: a chunk is damaged")
-        yield zlib.decompress(packed)
+        chunk = zlib.decompress(packed)
+        if len(chunk) != unpacked_size:
+            raise _TornError(f"byte {place}: a chunk is damaged")
+        yield chunk
 
 
 def config_as_data(config: BlockTableConfig) -> dict[str, Any]:

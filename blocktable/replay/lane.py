@@ -103,7 +103,7 @@ class Lane:
         self.output_digest = b""
         self._elapsed_ns = 0
         self._bytes_before = 0
-        self.table: BlockTable = self._guard("create the table", lambda: BlockTable(config, backend, device))
+        self.table: BlockTable = self._guard("create_block_store", lambda: BlockTable(config, backend, device))
         self._sets: list[StepBuffers] = [self.table.buffers]
 
     @property
@@ -122,13 +122,13 @@ class Lane:
 
     def run(self, name: str, target: Target) -> Outputs:
         """Do one call that puts something out, and fetch it."""
-        call, outputs = self._guard("take the step's inputs", lambda: self._prepare(name, target))
+        call, outputs = self._guard("from_host", lambda: self._prepare(name, target))
         result = self._timed(name, call)
         self.host_us.append(self._elapsed_ns / 1000.0)
         self.bytes_sent.append(self.table.num_bytes_sent - self._bytes_before)
         self._elapsed_ns, self._bytes_before = 0, self.table.num_bytes_sent
         tables = () if name == "compute_slot_mappings" else result if name == "gather" else result.block_tables
-        return self._guard("give its outputs", lambda: Outputs(self._fetch(tables), self._fetch(outputs)))
+        return self._guard("to_host", lambda: Outputs(self._fetch(tables), self._fetch(outputs)))
 
     def error_of(self, name: str, values: Sequence[Any], target: Target | None) -> str | None:
         """Do a call that should fail and return the name of its error; None where it does not fail."""
@@ -192,7 +192,7 @@ class Lane:
         except Exception as error:
             raised = "" if isinstance(error, BlockTableError) else f"it raised {type(error).__name__}: "
             step = len(self.host_us) + 1
-            raise BlockTableError(f"Backend {self.name!r} cannot {what} at step {step}: {raised}{error}") from error
+            raise BlockTableError(f"Backend {self.name!r} failed in {what} at step {step}: {raised}{error}") from error
 
     # Outputs.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.metadata
 import inspect
 import queue
@@ -52,9 +53,7 @@ class ChunkWriter:
         self.error: OSError | None = None
         self._begun = time.monotonic()
         try:
-            self._file: IO[bytes] = path.open("wb")
-            write_head(self._file, head)
-            self._file.flush()
+            self._file = _begin_file(path, head)
         except OSError as error:
             raise RecordingError(f"{path}: the recording cannot be written: {error.strerror or error}.") from None
         self._chunks: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
@@ -90,6 +89,18 @@ class ChunkWriter:
                     write_chunk(self._file, chunk)
             except OSError as error:
                 self.error = error
+
+
+def _begin_file(path: Path, head: dict[str, Any]) -> IO[bytes]:
+    file = path.open("wb")
+    try:
+        write_head(file, head)
+        file.flush()
+    except OSError:
+        with contextlib.suppress(OSError):  # it flushes once more
+            file.close()
+        raise
+    return file
 
 
 class Recorder:
@@ -146,6 +157,11 @@ class Recorder:
         self._writer.close()
         if self._writer.error is not None:
             raise RecordingError(f"{self.path}: the recording is cut off: {self._writer.error}.")
+
+    def flush(self) -> None:
+        """Hand everything recorded so far to the thread that writes the file."""
+        if self._is_open:
+            self._writer.flush()
 
     def add_digest(self, digest: bytes) -> None:
         """Write down the digest of what the last call put out."""

@@ -1,0 +1,425 @@
+"""Recordings: what a table was asked to do runs again bit for bit, on any backend, up to a tear (docs/recording.md)."""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import re
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import blocktable as bt
+from blocktable import cli
+from blocktable.replay.btrace import MAGIC, Foreign, Frame, Recording, RecordingError, frames_of, put_frame, write_head
+from blocktable.replay.lane import Lane
+from blocktable.replay.player import Player
+from blocktable.replay.progress import SilentProgress
+from blocktable.replay.recording import Recorder
+from blocktable.replay.result import ReplayResult
+from blocktable.replay.rowmodel import RowModel
+from blocktable_conformance.oracle import OracleTable
+from blocktable_numpy import NumpyBackend, NumpyBlockStore, NumpySlotMapper
+
+CONFIG = bt.BlockTableConfig(
+    groups=[bt.KVCacheGroup(block_size=4), bt.KVCacheGroup(block_size=8, kernel_block_size=2, sliding_window=9)],
+    max_num_reqs=6,
+    max_num_batched_tokens=24,
+    max_model_len=64,
+)
+
+
+class Wrong(NumpyBackend):
+    """The tenth step's first slot is wrong."""
+
+    def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
+        class Mapper(NumpySlotMapper):
+            calls = 0
+
+            def compute_slot_mappings(self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None) -> None:
+                super().compute_slot_mappings(batch, out, stream=stream)
+                self.calls += 1
+                if self.calls == 10:
+                    out[0][0] += 1
+
+        return Mapper(store)
+
+
+def play(path: Path, backend: Any = None) -> tuple[ReplayResult, Lane]:
+    recording = Recording(path)
+    lane = Lane("numpy", backend or bt.get_backend("numpy"), recording.config)
+    return Player(recording, [lane]).run(SilentProgress()), lane
+
+
+def drive(table: bt.BlockTable, seed: int, num_calls: int = 300) -> None:
+    """Call everything that a recording holds, in an order of chance, refused calls among them."""
+    chance = random.Random(seed)
+    more = table.create_buffers()
+    for _ in range(num_calls):
+        with contextlib.suppress(bt.BlockTableError):
+            one_call(table, chance, more)
+
+
+def one_call(table: bt.BlockTable, chance: random.Random, more: bt.StepBuffers) -> None:
+    row, other = chance.randrange(7), chance.randrange(6)  # row 6 does not exist
+    rows = chance.sample(range(6), chance.randint(0, 4))
+    counts = [[chance.randint(0, 3) for _ in rows] for _ in CONFIG.groups]
+    ids = [[chance.randint(1, 99) for _ in range(sum(group))] for group in counts]
+    held = table.num_blocks_per_row
+    stops = [chance.randint(0, int(held[1, row])) for row in rows]
+    choices: list[Any] = [
+        lambda: table.append_row(row, ([5, 6], [7])),
+        lambda: table.set_row(row, [None, np.array([3, 4], np.int32)]),
+        lambda: table.clear_row(row),
+        lambda: table.move_row(row, other),
+        lambda: table.swap_rows(a=other, b=row),
+        lambda: table.copy_row(other, row),
+        lambda: table.truncate_row(row, chance.choice((1, [1, 2]))),
+        lambda: table.null_range(other, 1, 0, chance.randint(0, int(held[1, other]))),
+        lambda: table.append_rows(rows, ids, counts),
+        lambda: table.append_rows(np.array(rows, np.int64), ids, np.array(counts, np.int64).reshape(2, -1)),
+        lambda: table.set_rows(rows, [[8] * len(rows), [9] * len(rows)], [1] * len(rows)),
+        lambda: table.clear_rows(tuple(rows)),
+        lambda: table.truncate_rows(rows, [1] * len(rows)),
+        lambda: table.null_ranges(rows, 1, [0] * len(rows), stops),
+        lambda: table.permute_rows(rows, rows[1:] + rows[:1]),
+        lambda: table.commit(),
+        lambda: table.gather(np.array(rows, np.int32), 6),
+        lambda: table.gather(None, num_reqs=6, num_computed_tokens=np.arange(6, dtype=np.int32)),
+        lambda: table.clear() if chance.random() < 0.2 else table.invalidate(),
+        lambda: table.set_row(other, "no ids"),
+        lambda: make_slots(table, chance, rows),
+        lambda: make_step(table, chance, rows, more),
+        lambda: make_step(table, chance, rows, None),
+    ]
+    chance.choice(choices)()
+
+
+def batch(chance: random.Random, rows: list[int]) -> tuple[Any, Any, Any]:
+    starts = np.cumsum([0, *(chance.randint(0, 5) for _ in rows)], dtype=np.int32)
+    positions = np.array([chance.randint(-1, 40) for _ in range(int(starts[-1]))], np.int64)
+    return np.array(rows, np.int32), starts, positions
+
+
+def make_slots(table: bt.BlockTable, chance: random.Random, rows: list[int]) -> None:
+    out = [np.zeros(22, np.int64) for _ in CONFIG.groups] if chance.random() < 0.5 else None
+    table.compute_slot_mappings(*batch(chance, rows), out=out, num_tokens_padded=chance.choice((None, 21)))
+
+
+def make_step(table: bt.BlockTable, chance: random.Random, rows: list[int], out: bt.StepBuffers | None) -> None:
+    idx_mapping, starts, positions = batch(chance, rows)
+    computed = np.array([chance.randint(0, 40) for _ in rows], np.int32) if chance.random() < 0.5 else None
+    padded = chance.choice((None, 5, len(rows)))
+    table.step(idx_mapping, starts, positions, num_reqs_padded=padded, num_computed_tokens=computed, out=out)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_recording_runs_again_bit_for_bit(seed: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.btrace"
+    table = bt.BlockTable(CONFIG, "numpy")
+    with Recorder(table, path, digests=True):
+        drive(table, seed)
+    assert "step" not in vars(table)
+    result, lane = play(path)
+    assert (result.num_mismatches, lane.findings.shown, result.notes[1:]) == (0, [], [])
+    assert result.source["digests"] == result.counters["steps"] > 20
+    assert not result.source["is_torn"]
+    assert lane.table.num_blocks_per_row.tolist() == table.num_blocks_per_row.tolist()
+    for group in range(2):
+        assert (lane.table.host_table(group) == table.host_table(group)).all()
+
+
+def test_recording_may_begin_in_the_middle(tmp_path: Path) -> None:
+    path = tmp_path / "run.btrace"
+    table = bt.BlockTable(CONFIG, "numpy")
+    drive(table, 5, 100)
+    table.set_row(2, ([1, 2], [5, 0, 6, 7]))
+    table.null_range(2, 1, 2, 3)
+    table.null_range(2, 0, 0, 1)
+    table.commit()
+    with Recorder(table, path, digests=True) as recorder:
+        table.create_buffers()
+        make_step(table, random.Random(1), [2, 3, 0], None)
+        with pytest.raises(bt.ArgumentError, match="being recorded already"):
+            Recorder(table, tmp_path / "other.btrace")
+        recorder.close()
+        recorder.close()
+    result, lane = play(path)
+    assert (result.num_mismatches, lane.findings.shown) == (0, [])
+    for group in range(2):
+        assert (lane.table.host_table(group) == table.host_table(group)).all()
+
+
+def test_a_wrong_backend_is_found_by_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fault seen in a live engine becomes a file: the digests of what was put out are in it."""
+    backend: Any = Wrong()
+    path, table = tmp_path / "run.btrace", bt.BlockTable(CONFIG, backend)
+    with Recorder(table, path, digests=True):
+        table.set_row(0, ([5], [6]))
+        for _ in range(12):
+            table.step(np.array([0], np.int32), np.array([0, 2], np.int32), np.array([0, 1]))
+    assert cli.main(["replay", str(path), "--quiet"]) == 1
+    said = capsys.readouterr().out
+    assert "step 10, the outputs are not those that were recorded (digest)" in said
+    assert "\nFAILED: 1 mismatches in 12 steps" in said
+    assert cli.main(["replay", str(path), "--quiet", "--backend", f"{__name__}:Wrong"]) == 1
+    assert "step 10, group 0, token 0, request 0 (batch index 0, row 0), position 0: expected 20, got 21" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_call_that_was_refused_must_be_refused_again(tmp_path: Path) -> None:
+    path, table = tmp_path / "run.btrace", bt.BlockTable(CONFIG, "numpy")
+    with Recorder(table, path):
+        with pytest.raises(bt.RowIndexError):
+            table.clear_row(6)
+        table.commit()
+        table.step(np.array([0], np.int32), np.array([0, 0], np.int32), np.empty(0, np.int64))
+    content = path.read_bytes()
+    assert play(path)[0].num_mismatches == 0
+    frames = [frame for frame in Recording(path).frames() if frame.name != "raised"]
+    frames[:1] = [Frame("clear_row", (5,)), Frame("raised", (b"RowIndexError",))]
+    rewrite(path, frames)
+    result, lane = play(path)
+    assert lane.findings.shown == ["step 0, clear_row raised RowIndexError when it was recorded, here nothing"]
+    assert result.num_mismatches == 1
+    assert content != path.read_bytes()
+
+
+def rewrite(path: Path, frames: Sequence[Frame]) -> None:
+    head = Recording(path).head
+    buffer = bytearray()
+    for frame in (*frames, Frame("end", ())):
+        put_frame(buffer, frame.name, frame.values)
+    with path.open("wb") as file:
+        write_head(file, head)
+        packed = zlib.compress(bytes(buffer))
+        file.write(struct.pack("<III", len(packed), len(buffer), zlib.crc32(packed)) + packed)
+
+
+def test_replay_records_and_runs_the_file_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, numbers = tmp_path / "run.btrace", tmp_path / "numbers.json"
+    arguments = ["replay", "--quiet", "--max-steps", "400", "--json", str(numbers)]
+    assert cli.main([*arguments, "--record", str(path)]) == 0
+    recorded = json.loads(numbers.read_text())["backends"][0]
+    assert cli.main(["replay", str(path), "--quiet", "--json", str(numbers)]) == 0
+    again = json.loads(numbers.read_text())
+    assert again["backends"][0]["output_digest"] == recorded["output_digest"]
+    assert again["backends"][0]["bytes_sent_per_step_mean"] == recorded["bytes_sent_per_step_mean"]
+    assert again["trace"]["digests"] == again["schedule"]["steps"] == 400
+    capsys.readouterr()
+    assert cli.main(["replay", str(path), "--rows", "dense", "--limit", "3"]) == cli.USAGE_ERROR
+    assert "leave out what would set rows, limit" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A recording of several chunks."""
+    path = tmp_path_factory.mktemp("recorded") / "run.btrace"
+    table = bt.BlockTable(CONFIG, "numpy")
+    with Recorder(table, path, digests=True) as recorder:
+        for seed in range(4):
+            drive(table, seed, 100)
+            recorder.flush()
+    return path.read_bytes()
+
+
+def test_a_torn_file_runs_up_to_the_tear(recorded: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "torn.btrace"
+    path.write_bytes(recorded)
+    whole = play(path)[0].counters["steps"]
+    seen = set()
+    for cut in range(len(recorded) // 3, len(recorded), 97):
+        path.write_bytes(recorded[:cut])
+        result, lane = play(path)
+        assert (result.num_mismatches, lane.findings.shown) == (0, [])
+        assert result.source["is_torn"]
+        assert "the recording is torn" in result.notes[0]
+        seen.add(result.counters["steps"])
+    assert len(seen) >= 3  # chunk by chunk
+    assert max(seen) <= whole
+    path.write_bytes(recorded[: len(recorded) * 2 // 3])
+    assert cli.main(["replay", str(path), "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert f"{path}: the recording is torn (byte " in said
+    assert "it was run up to there." in said
+
+
+def test_a_damaged_file_is_said(recorded: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "damaged.btrace"
+    chance = random.Random(2)
+    for _ in range(200):
+        content = bytearray(recorded)
+        content[chance.randrange(len(MAGIC), len(content))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+        status = cli.main(["replay", str(path), "--quiet"])
+        said = capsys.readouterr()
+        assert status in (0, cli.USAGE_ERROR)
+        assert "Traceback" not in said.err
+        assert re.search("torn|damaged|version", said.out + said.err)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (MAGIC, "is no recording"),
+        (MAGIC + struct.pack("<II", 99, 0), "has version 99, this blocktable reads version 1"),
+        (MAGIC + struct.pack("<II", 1, 50) + b"{}", "head is torn or damaged"),
+    ],
+)
+def test_no_recording_at_all(content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.btrace"
+    path.write_bytes(content)
+    with pytest.raises(RecordingError, match=sentence):
+        Recording(path)
+    assert cli.main(["replay", str(path)]) == cli.USAGE_ERROR
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: Any, frames: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("blocktable.replay.recording.write_chunk", fail)
+    table = bt.BlockTable(CONFIG, "numpy")
+    recorder = Recorder(table, tmp_path / "run.btrace")
+    with pytest.warns(RuntimeWarning, match="the recording ends here: .*No space left"):
+        commit_until_it_ends(table, recorder)
+    table.set_row(0, ([3], [4]))
+    assert table.host_table(0)[0, 0] == 3
+
+
+def commit_until_it_ends(table: bt.BlockTable, recorder: Recorder) -> None:
+    """The thread that writes meets the full disk; the next call hears of it."""
+    deadline = time.monotonic() + 30
+    while "step" in vars(table) and time.monotonic() < deadline:
+        table.commit()
+        recorder.flush()
+
+
+VALUES: tuple[Any, ...] = (
+    None,
+    0,
+    -5,
+    2**62,
+    b"bytes",
+    np.arange(3, dtype=np.int32),
+    np.empty(0, np.int64),
+    np.arange(2**40, 2**40 + 5000),
+    np.concatenate([np.arange(start, start + 70) for start in (0, 2**50, 3)]),
+    np.array([2**63 - 1, -(2**63)] * 40),
+    np.arange(100, dtype=np.uint64) + np.uint64(2**63),
+    np.array([[1, 2], [3, 4]], np.int64),
+    np.empty((2, 0), np.int64),
+    np.arange(20, dtype=np.int32)[::2],
+    np.arange(200)[::2],
+    np.arange(300)[100:],
+    [[1, 2, 3], [], None, (4,)],
+)
+
+
+def test_the_format_gives_back_what_went_in() -> None:
+    buffer = bytearray()
+    for value in VALUES:
+        put_frame(buffer, "set_row", (value, 1))
+    for value, frame in zip(VALUES, frames_of(bytes(buffer)), strict=True):
+        assert frame.name == "set_row"
+        assert_equal(frame.values[0], value)
+        assert frame.values[1] == 1
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    if isinstance(expected, np.ndarray):
+        assert got.dtype == expected.dtype
+        assert got.shape == expected.shape
+        assert (got == expected).all()
+    elif isinstance(expected, list | tuple) and not (expected and all(type(value) is int for value in expected)):
+        assert len(got) == len(expected)
+        for inner, wanted in zip(got, expected, strict=True):
+            assert_equal(inner, wanted)
+    elif isinstance(expected, list | tuple):
+        assert got.tolist() == list(expected)
+    else:
+        assert got == expected
+
+
+@pytest.mark.parametrize("value", [1.5, "text", True, np.zeros(3), {1: 2}, 2**70], ids=repr)
+def test_what_the_format_cannot_hold_is_marked(value: Any) -> None:
+    buffer = bytearray()
+    put_frame(buffer, "set_row", (value,))
+    (frame,) = frames_of(bytes(buffer))
+    assert isinstance(frame.values[0], Foreign)
+
+
+def test_prefill_positions_take_little_room() -> None:
+    buffer = bytearray()
+    put_frame(buffer, "step", (np.arange(100_000, 108_192),))
+    assert len(buffer) < 30
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_row_model_is_the_oracle(seed: int) -> None:
+    """What the player believes of rows is what the suite's oracle believes. Rules: R4-R8."""
+    chance = random.Random(seed)
+    model, oracle = RowModel(CONFIG), OracleTable(CONFIG)
+    for _ in range(80):
+        name, values = random_operation(chance, oracle)
+        getattr(oracle, name)(*values)
+        model.apply(name, values)
+    oracle.commit()
+    model.commit()
+    for record in (model.host, model.committed):
+        assert record.counts.tolist() == oracle.num_blocks_per_row()
+        for group, rows in enumerate(oracle.rows):
+            for row, blocks in enumerate(rows):
+                held = record.blocks[group][row, : len(blocks)].tolist()
+                assert held == [-1 if block is None else block for block in blocks]
+
+
+def random_operation(chance: random.Random, oracle: OracleTable) -> tuple[str, tuple[Any, ...]]:
+    a, b = chance.randrange(6), chance.randrange(6)
+    rows = chance.sample(range(6), chance.randint(1, 4))
+    group = chance.randrange(2)
+    counts = [[chance.randint(0, 2) for _ in rows] for _ in range(2)]
+    room = [min(CONFIG.capacity(g) - len(oracle.rows[g][row]) for row in (*rows, a)) for g in range(2)]
+    counts = [[min(count, room[g]) for count in counts[g]] for g in range(2)]
+    ids = [[chance.randint(1, 50) for _ in range(sum(group_counts))] for group_counts in counts]
+    one = [[chance.randint(1, 50)] * min(2, room[0]), None]
+    stops = [chance.randint(0, len(oracle.rows[group][row])) for row in rows]
+    starts = [chance.randint(0, stop) for stop in stops]
+    operations: list[tuple[str, tuple[Any, ...]]] = [
+        ("append_row", (a, one)),
+        ("append_row", (a, None)),
+        ("set_row", (a, one)),
+        ("set_row", (a, [])),
+        ("append_rows", (rows, ids, counts)),
+        ("set_rows", (rows, ids, counts)),
+        ("clear_row", (a,)),
+        ("clear_rows", (rows,)),
+        ("clear", ()),
+        ("move_row", (a, b)),
+        ("swap_rows", (a, b)),
+        ("copy_row", (a, b)),
+        ("permute_rows", (rows, chance.sample(range(6), len(rows)))),
+        ("truncate_row", (a, chance.choice((1, [1, 3])))),
+        ("truncate_rows", (rows, [chance.randint(0, 3) for _ in rows])),
+        ("null_range", (rows[0], group, starts[0], stops[0])),
+        ("null_ranges", (rows, group, starts, stops)),
+    ]
+    weights = [1 if name == "clear" else 6 for name, _ in operations]
+    return chance.choices(operations, weights)[0]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_disk_that_is_full_from_the_start() -> None:
+    table = bt.BlockTable(CONFIG, "numpy")
+    with pytest.raises(RecordingError, match="the recording cannot be written: No space left"):
+        Recorder(table, "/dev/full")
+    assert "step" not in vars(table)
