@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import Batch, BlockTableConfig, KernelNode, StepGraph, Writes
-from blocktable_cupy.kernels import tokens_per_thread
+from blocktable_cupy.kernels import is_long_launch, tokens_per_thread
 
 APPLY_KERNELS = (("apply_changes_small", 245), ("apply_changes_medium", 1905), ("apply_changes_large", 8165))
 """Kernels that take changes by value, and the int32 entries of that parameter: `Changes` of kernels.cu."""
@@ -28,7 +28,7 @@ MAX_APPLY_BLOCKS = 64
 INT32_LIMIT = 2**31
 
 APPLY_LAYOUT = "QiiqQ"  # arena, num_groups, max_num_reqs, arena_size, batch
-STEP_LAYOUT = "QQQQiiiiQiQqQQiiii"  # step_batch's arguments, in order
+STEP_LAYOUT = "QQQQiiiiQiQqQQiii?"  # step_batch's arguments, in order
 
 
 class Arguments:
@@ -122,8 +122,8 @@ class FusedStep:
         self._step = Arguments(STEP_LAYOUT)
         self._fixed = (config.max_num_reqs, groups, num_groups, arena, config.arena.size, batch, slots)
         self._num_slots = config.max_num_batched_tokens
-        self._run = tokens_per_thread(self._num_slots * num_groups)
-        self._slot_blocks = num_groups * -(-self._num_slots // (BLOCK * self._run))
+        self._is_long = is_long_launch(self._num_slots * num_groups)
+        self._slot_blocks = num_groups * -(-self._num_slots // (BLOCK * tokens_per_thread(self._is_long)))
         self._num_groups = num_groups
         self._runner = runner(kernels, [self._changes.ctypes.data, *apply.addresses], self._step.addresses)
         self._address = address
@@ -160,7 +160,7 @@ class FusedStep:
         pairs = max(batch.num_reqs_padded, 1) * self._num_groups
         gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
         sizes = (batch.num_reqs, batch.num_reqs_padded, batch.num_positions)
-        self._step.set(*self._addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, TEAM, self._run)
+        self._step.set(*self._addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, TEAM, self._is_long)
         self._step_blocks = gather_blocks + self._slot_blocks
         self.batch = batch
 

@@ -166,74 +166,133 @@ static __device__ __forceinline__ int real_tokens(
   return num_tokens > num_slots ? num_slots : num_tokens;
 }
 
-// Write the slots of tokens first .. first + count - 1 of one group. A run has one search, and a division only where a
-// token leaves the block of the one before it.
-static __device__ __forceinline__ void map_run(
+// Request that a token belongs to, or -1, by bisection.
+static __device__ __forceinline__ int request_of(const int* query_start_loc, int num_reqs, int64 token) {
+  int low = -1, high = num_reqs;
+  while (high - low > 1) {
+    int middle = low + (high - low) / 2;
+    if (query_start_loc[middle] <= token) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+// A token's index among this rank's tokens, or -1 where another rank owns it.
+static __device__ __forceinline__ int64 local_index(const Group& group, int64 columns, int64 position) {
+  if (group.world_size > 1) {
+    int64 turn = divide(position, group.interleave_size);
+    int64 round = divide(turn, group.world_size);
+    if (turn - round * group.world_size != group.rank) return -1;
+    return round * group.interleave_size + (position - turn * group.interleave_size);
+  }
+  if (group.slot_mode == SLOT_MODE_RING) {
+    int64 ring = columns * group.tokens_per_column;
+    return ring ? position - divide(position, ring) * ring : -1;
+  }
+  return position;
+}
+
+// Return the slot of one token. What can be loaded at once is: a small launch takes as long as its chain of loads.
+static __device__ __forceinline__ int64 map_token(
     const int* idx_mapping, const int* query_start_loc, const int64* positions, int num_reqs, int num_positions,
-    int max_num_reqs, const Group& group, int g, const int* arena, SLOT_T* slots, int num_slots, int64 first, int count
+    int max_num_reqs, const Group& group, int g, const int* arena, int num_slots, int64 token
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
-  int request = -1, request_end = 0;        // the request of the token before, and its last token + 1
-  int64 columns = 0, block_start = -1, block_slot = 0;  // its row's columns; first local index and slot of its block
-  const int* table_row = arena;
-  for (int64 token = first; token < first + count && token < num_slots; ++token) {
-    int64 slot = PAD_SLOT_ID;
-    // step 2: PAD behind the last real token
-    if (token < num_tokens && group.slot_mode != SLOT_MODE_NONE) {
-      // step 3: which request and row
-      if (request < 0 || token >= request_end) {
-        int low = (int)token, high = num_reqs;
-        bool is_guess = low < num_reqs && query_start_loc[low] <= token && token < query_start_loc[low + 1];
-        if (!is_guess) {  // else the token has its request's index, as in decode
-          low = -1;
-          while (high - low > 1) {
-            int middle = low + (high - low) / 2;
-            if (query_start_loc[middle] <= token) low = middle;
-            else high = middle;
-          }
-        }
-        request = low;
-        request_end = low < 0 ? 0 : query_start_loc[low + 1];
-        int row = low < 0 ? -1 : row_of(idx_mapping, low, num_reqs, max_num_reqs);
-        columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
-        table_row = arena + group.table_start + (row < 0 ? 0 : row) * group.width;
-        block_start = -1;
-      }
-      int64 position = positions[token];
-      if (columns > 0 && position >= 0) {
-        // step 4: whose token it is, and its index among this rank's tokens
-        int64 local = position;
-        bool is_owner = true;
-        if (group.world_size > 1) {
-          int64 turn = divide(position, group.interleave_size);
-          int64 round = divide(turn, group.world_size);
-          is_owner = turn - round * group.world_size == group.rank;
-          local = round * group.interleave_size + (position - turn * group.interleave_size);
-        }
-        if (group.slot_mode == SLOT_MODE_RING) {
-          int64 ring = columns * group.tokens_per_column;
-          local = position - divide(position, ring) * ring;
-        }
-        // step 5: which column, and whether the row fills it
-        bool is_same_block = block_start >= 0 && local >= block_start && local < block_start + group.tokens_per_column;
-        if (is_owner && !is_same_block) {
-          int64 column = divide(local, group.tokens_per_column);
-          block_start = -1;
-          if (column < columns) {
-            // step 6: which kernel block
-            int64 block_id = table_row[column];
-            if (!group.null_is_pad || block_id >= group.blocks_per_kv_block) {
-              block_start = column * group.tokens_per_column;
-              block_slot = block_id * group.tokens_per_column;
-              is_same_block = true;
-            }
-          }
-        }
-        if (is_owner && is_same_block) slot = block_slot + (local - block_start);
-      }
-    }
-    // step 7: store the slot
-    slots[token] = (SLOT_T)slot;
+  // The request is the token's own index in decode, and the first one in a prefill of one request.
+  int guess = token < num_reqs ? (int)token : 0;
+  bool is_guess = num_reqs > 0;
+  int row = -1;
+  if (is_guess) {
+    is_guess = query_start_loc[guess] <= token && token < query_start_loc[guess + 1];
+    row = row_of(idx_mapping, guess, num_reqs, max_num_reqs);
+  }
+  int64 position = token < num_positions ? positions[token] : -1;
+  // step 2: PAD behind the last real token
+  if (token >= num_tokens || group.slot_mode == SLOT_MODE_NONE) return PAD_SLOT_ID;
+  // step 3: which request and row
+  if (!is_guess) {
+    int request = request_of(query_start_loc, num_reqs, token);
+    row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
+  }
+  if (row < 0 || position < 0) return PAD_SLOT_ID;
+  int64 columns = arena[(int64)g * max_num_reqs + row];
+  // step 4: whose token it is, and its index among this rank's tokens
+  int64 local = local_index(group, columns, position);
+  if (local < 0) return PAD_SLOT_ID;
+  // step 5: which column, and whether the row fills it
+  int64 column = divide(local, group.tokens_per_column);
+  // step 6: which kernel block
+  int64 block_id = column < group.width ? arena[group.table_start + row * group.width + column] : 0;
+  if (column >= columns || (group.null_is_pad && block_id < group.blocks_per_kv_block)) return PAD_SLOT_ID;
+  return block_id * group.tokens_per_column + (local - column * group.tokens_per_column);
+}
+
+// Tokens that a warp maps in a long launch: each thread takes pairs, so that a warp reads and writes 512 bytes at a time.
+static const int WARP = 32;
+static const int PAIRS = 4;
+static const int CHUNK = 2 * PAIRS * WARP;
+
+// What a thread knows of the token it mapped last: most next ones lie in the same request, and in the same block.
+struct Place {
+  int request_end;    // first token behind the request
+  int row;            // its row; -1: a dummy
+  int64 columns;      // that the row fills
+  int64 block_start;  // local index of the block's first token
+  int64 block_size;   // tokens in it; 0: no block is known
+  int64 block_slot;   // slot of its first token
+};
+
+static __device__ __forceinline__ int64 map_next_token(
+    const int* idx_mapping, const int* query_start_loc, int num_reqs, int num_tokens, int max_num_reqs,
+    const Group& group, int g, const int* arena, int64 token, int64 position, Place& place
+) {
+  if (token >= num_tokens || group.slot_mode == SLOT_MODE_NONE) return PAD_SLOT_ID;
+  if (token >= place.request_end) {
+    int request = request_of(query_start_loc, num_reqs, token);
+    place.request_end = request < 0 ? 0 : query_start_loc[request + 1];
+    place.row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
+    place.columns = place.row < 0 ? 0 : arena[(int64)g * max_num_reqs + place.row];
+    place.block_size = 0;
+  }
+  if (place.row < 0 || position < 0) return PAD_SLOT_ID;
+  int64 local = local_index(group, place.columns, position);
+  if (local < 0) return PAD_SLOT_ID;
+  unsigned long long offset = (unsigned long long)(local - place.block_start);
+  if (offset >= (unsigned long long)place.block_size) {
+    int64 column = divide(local, group.tokens_per_column);
+    place.block_size = 0;
+    if (column >= place.columns) return PAD_SLOT_ID;
+    int64 block_id = arena[group.table_start + place.row * group.width + column];
+    if (group.null_is_pad && block_id < group.blocks_per_kv_block) return PAD_SLOT_ID;
+    place.block_start = column * group.tokens_per_column;
+    place.block_size = group.tokens_per_column;
+    place.block_slot = block_id * group.tokens_per_column;
+    offset = (unsigned long long)(local - place.block_start);
+  }
+  return place.block_slot + (int64)offset;
+}
+
+// Write the slots of a warp's chunk of tokens, from `first` on.
+static __device__ __forceinline__ void map_chunk(
+    const int* idx_mapping, const int* query_start_loc, const int64* positions, int num_reqs, int num_positions,
+    int max_num_reqs, const Group& group, int g, const int* arena, SLOT_T* slots, int num_slots, int64 first
+) {
+  int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
+  int64 token = first + 2 * (threadIdx.x % WARP);
+  int64 position[2 * PAIRS];
+#pragma unroll
+  for (int i = 0; i < 2 * PAIRS; ++i) {
+    int64 t = token + i / 2 * 2 * WARP + i % 2;
+    position[i] = t < num_tokens ? positions[t] : -1;
+  }
+  Place place = {0, -1, 0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 2 * PAIRS; ++i) {
+    int64 t = token + i / 2 * 2 * WARP + i % 2;
+    int64 slot = map_next_token(
+        idx_mapping, query_start_loc, num_reqs, num_tokens, max_num_reqs, group, g, arena, t, position[i], place
+    );
+    if (t < num_slots) slots[t] = (SLOT_T)slot;
   }
 }
 
@@ -252,18 +311,30 @@ extern "C" __global__ void map_slots(
     SLOT_T* __restrict__ slots,     // [num_groups, slots_stride], the first num_slots of each written
     int64 slots_stride,
     int num_slots,
-    int run  // tokens that a thread maps one after another
+    bool is_long  // whether each warp maps chunks of CHUNK tokens, for launches that fill the GPU many times over
 ) {
   // step 1: which token and group
+  int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y) {
     int g = first_group + y;
     Group group = groups[g];
-    for (int64 first = ((int64)blockIdx.x * blockDim.x + threadIdx.x) * run; first < num_slots;
-         first += (int64)gridDim.x * blockDim.x * run)
-      map_run(
-          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena,
-          slots + y * slots_stride, num_slots, first, run
+    SLOT_T* group_slots = slots + y * slots_stride;
+    if (is_long) {
+      for (int64 first = thread / WARP * CHUNK; first < num_slots; first += num_threads / WARP * CHUNK)
+        map_chunk(
+            idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena,
+            group_slots, num_slots, first
+        );
+      continue;
+    }
+    for (int64 token = thread; token < num_slots; token += num_threads) {
+      int64 slot = map_token(
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena, num_slots,
+          token
       );
+      // step 7: store the slot
+      group_slots[token] = (SLOT_T)slot;
+    }
   }
 }
 
@@ -350,7 +421,7 @@ extern "C" __global__ void step_batch(
     int num_slots,
     int gather_blocks,  // 0: nothing is gathered
     int team,           // threads that gather one row together; divides the block
-    int run             // tokens that a thread maps one after another
+    bool is_long        // as for map_slots
 ) {
   int block = blockIdx.x;
   if (block < gather_blocks) {
@@ -377,10 +448,18 @@ extern "C" __global__ void step_batch(
   int g = (block - gather_blocks) / blocks_per_group, part = (block - gather_blocks) % blocks_per_group;
   if (g >= num_groups) return;
   Group group = groups[g];
-  for (int64 first = ((int64)part * blockDim.x + threadIdx.x) * run; first < num_slots;
-       first += (int64)blocks_per_group * blockDim.x * run)
-    map_run(
-        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena,
-        slots + (int64)g * num_slots, num_slots, first, run
+  SLOT_T* group_slots = slots + (int64)g * num_slots;
+  int64 thread = (int64)part * blockDim.x + threadIdx.x, num_threads = (int64)blocks_per_group * blockDim.x;
+  if (is_long) {
+    for (int64 first = thread / WARP * CHUNK; first < num_slots; first += num_threads / WARP * CHUNK)
+      map_chunk(
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena, group_slots,
+          num_slots, first
+      );
+    return;
+  }
+  for (int64 token = thread; token < num_slots; token += num_threads)
+    group_slots[token] = (SLOT_T)map_token(
+        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena, num_slots, token
     );
 }

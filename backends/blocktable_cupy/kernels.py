@@ -9,7 +9,7 @@ import numpy as np
 INT32_MAX = 2**31 - 1
 MAX_GRID_Y = 65535
 MANY_SLOTS = 1 << 18
-"""About one token for each thread that a large GPU keeps resident."""
+"""About one slot for each thread that a large GPU keeps resident."""
 
 Kernel = Any  # called with (grid, block, args, stream=)
 
@@ -21,9 +21,14 @@ def _int32(value: int) -> np.int32:
     return np.int32(value)
 
 
-def tokens_per_thread(num_slots: int) -> int:
-    """Return how many tokens a thread maps: one while that leaves multiprocessors idle, else a 64-byte run."""
-    return 1 if num_slots <= MANY_SLOTS else 8
+def is_long_launch(num_slots: int) -> bool:
+    """Whether warps map chunks of tokens: where one token a thread would fill the GPU many times over."""
+    return num_slots > MANY_SLOTS
+
+
+def tokens_per_thread(is_long: bool) -> int:
+    """Return how many tokens a thread maps: CHUNK / WARP of kernels.cu in a long launch."""
+    return 8 if is_long else 1
 
 
 def _grid_x(entries: int, tile: int) -> int:
@@ -136,7 +141,7 @@ def launch_map_slots(
     """Launch map_slots; nothing for no slots."""
     if num_slots == 0:
         return
-    run = tokens_per_thread(num_slots * num_groups)
+    is_long = is_long_launch(num_slots * num_groups)
     arguments = (
         np.uint64(idx_mapping),
         np.uint64(query_start_loc),
@@ -151,6 +156,11 @@ def launch_map_slots(
         np.uint64(slots),
         np.int64(slots_stride),
         _int32(num_slots),
-        _int32(run),
+        np.bool_(is_long),
     )
-    kernel((_grid_x(num_slots, tile * run), min(num_groups, MAX_GRID_Y)), (tile,), arguments, stream=stream)
+    kernel(
+        (_grid_x(num_slots, tile * tokens_per_thread(is_long)), min(num_groups, MAX_GRID_Y)),
+        (tile,),
+        arguments,
+        stream=stream,
+    )
