@@ -36,7 +36,7 @@ class TritonBackend:
         declared = {"int32_slots"} if self.is_emulated else {"int32_slots", "streams", "graph_capture"}
         self.capabilities = frozenset(declared)
         self.description = "triton (interpreter)" if self.is_emulated else "triton"
-        self._devices: dict[tuple[str, str], HostDevice] = {}
+        self._devices: dict[tuple[int, str], HostDevice] = {}
 
     def why_unavailable(self) -> str | None:
         for package in ("triton", "torch"):
@@ -95,7 +95,7 @@ class TritonBackend:
 
     def _device(self, device: Any) -> HostDevice:
         """Return the device, kept for each index and way of staging: a new one probes."""
-        from blocktable_triton.device import HostDevice, TorchDevice, device_index
+        from blocktable_triton.device import HostDevice, TorchDevice
         from blocktable_triton.kernels import IS_INTERPRETED
 
         if self.is_emulated != IS_INTERPRETED:
@@ -103,8 +103,8 @@ class TritonBackend:
                 f"{INTERPRET_VARIABLE} has changed since the kernels were loaded; set it before the process starts."
             )
         kind = HostDevice if self.is_emulated else TorchDevice
-        place = device if self.is_emulated else device_index(device)
-        key = (str(place), staging_mode())
+        place = kind.place(device)
+        key = (place, staging_mode())
         if key not in self._devices:
             self._devices[key] = kind(place, staging_mode())
         return self._devices[key]

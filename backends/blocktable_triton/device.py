@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from blocktable import ArgumentError, BlockTableError, DtypeError, address_of
-from blocktable_triton.kernels import launch_scatter_writes, scatter_writes
+from blocktable_triton.kernels import scatter_writes
 
 PROBE_TILE = 32
 
@@ -64,19 +64,22 @@ class HostDevice:
     """The emulation: arrays are CPU tensors, and everything is done when a call returns.
 
     Args:
-        device: "cpu" or None.
+        place: what `place` returns.
         staging: "mapped" or "copy", both within the host's memory; "auto" probes, as on a GPU.
     """
 
     kernel_type: Callable[..., Any] = EmulatedKernel
 
-    def __init__(self, device: Any = None, staging: str = "auto") -> None:
-        if str(device) not in ("None", "cpu"):
-            raise ArgumentError(
-                f'Triton\'s interpreter runs on the host: device must be None or "cpu", got {device!r}.'
-            )
+    def __init__(self, place: int = 0, staging: str = "auto") -> None:
         self.device = torch.device("cpu")
         self.choose_staging(staging)
+
+    @staticmethod
+    def place(device: Any) -> int:
+        """Return the number of the device that is meant; there is one."""
+        if str(device) not in ("None", "cpu"):
+            raise ArgumentError(f'The interpreter runs on the host: device must be None or "cpu", got {device!r}.')
+        return 0
 
     def choose_staging(self, staging: str) -> None:
         """Let kernels read pinned memory where it lies, or copy it first ("copy", or "auto" where a probe says so)."""
@@ -180,17 +183,41 @@ class TorchDevice(HostDevice):
     """One GPU through torch.
 
     Args:
-        device: an index, "cuda:1", or an object with an `index` or an `id`. None: torch's current device.
+        place: its index.
         staging: "mapped" or "copy"; "auto" probes.
     """
 
     kernel_type = CompiledKernel
 
-    def __init__(self, device: Any = None, staging: str = "auto") -> None:
-        self.index = device_index(device)
-        self.device = torch.device("cuda", self.index)
+    def __init__(self, place: int = 0, staging: str = "auto") -> None:
+        self.index = place
+        self.device = torch.device("cuda", place)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self.choose_staging(staging)
+
+    @staticmethod
+    def place(device: Any) -> int:
+        """Return the index of the GPU that is meant.
+
+        Args:
+            device: an index, "cuda:1", or an object with an `index` or an `id`. None: torch's current device.
+        """
+        if isinstance(device, str):
+            kind, _, number = device.partition(":")
+            if kind != "cuda" or not (number == "" or number.isdecimal()):
+                raise ArgumentError(f'The triton backend runs on "cuda" or "cuda:<index>", got {device!r}.')
+            index = int(number) if number else None
+        elif getattr(device, "type", "cuda") != "cuda":
+            raise ArgumentError(f'The triton backend runs on "cuda" or "cuda:<index>", got {device!r}.')
+        else:
+            index = getattr(device, "index", getattr(device, "id", device))
+        if index is None:
+            return int(torch.cuda.current_device())
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ArgumentError(f'device must be an index, "cuda:<index>" or a device object, got {device!r}.')
+        if not 0 <= index < torch.cuda.device_count():
+            raise ArgumentError(f"There is no GPU {index}: torch sees {torch.cuda.device_count()}.")
+        return index
 
     def current(self) -> AbstractContextManager[Any]:
         """Make this GPU the current one; a no-op where it is, which is what an engine does."""
@@ -245,37 +272,17 @@ class TorchDevice(HostDevice):
         return int(torch._C._cuda_getCurrentRawStream(self.index))
 
 
-def device_index(device: Any) -> int:
-    """Return which GPU is meant; None: torch's current one."""
-    if isinstance(device, str):
-        kind, _, number = device.partition(":")
-        if kind != "cuda" or not (number == "" or number.isdecimal()):
-            raise ArgumentError(f'The triton backend runs on "cuda" or "cuda:<index>", got {device!r}.')
-        device = int(number) if number else None
-    if getattr(device, "type", "cuda") != "cuda":
-        raise ArgumentError(f'The triton backend runs on "cuda" or "cuda:<index>", got {device!r}.')
-    index = getattr(device, "index", getattr(device, "id", device))
-    if index is None:
-        return int(torch.cuda.current_device())
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise ArgumentError(f'device must be an index, "cuda:<index>" or a device object, got {device!r}.')
-    if not 0 <= index < torch.cuda.device_count():
-        raise ArgumentError(f"There is no GPU {index}: torch sees {torch.cuda.device_count()}.")
-    return index
-
-
 def mapped_memory_works(device: HostDevice) -> bool:
     """Whether a kernel sees what the host writes to mapped memory after an earlier kernel has read it."""
     device.is_mapped = True
-    slot, target = device.staging_slot(8), device.full(1, 0, "int32")
+    slot, target = device.staging_slot(1), device.full(1, 0, "int32")
+    zeros = device.full(1, 0, "int64")  # only the value is mapped: what a kernel sees there may be anything
     scatter = device.kernel(scatter_writes, PROBE_TILE)
-    slot.host[:] = 0
-    slot.host[3] = 1  # one range of one value, at the start of the target
     for value in (1, 2):
-        slot.host[4] = value
+        slot.host[0] = value
         with device.current():
-            stream = device.stream(None)
-            launch_scatter_writes(scatter, PROBE_TILE, slot.address, 1, 1, target.data_ptr(), stream)
+            arguments = (zeros.data_ptr(), zeros.data_ptr(), slot.address, 1, 1, target.data_ptr())
+            scatter((1, 1, 1), arguments, device.stream(None))
         if device.download(target)[0] != value:
             return False
     return True
