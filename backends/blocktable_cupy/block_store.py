@@ -25,10 +25,13 @@ from blocktable import (
 )
 from blocktable_cupy.device import refuse_capture
 from blocktable_cupy.fused_step import APPLY_KERNELS, FusedStep
-from blocktable_cupy.kernels import launch_gather_block_tables, launch_null_stale_columns, launch_scatter_writes
-
-EMULATED_TILE = 32
-TILE = 256
+from blocktable_cupy.kernels import (
+    EMULATED_TILE,
+    TILE,
+    launch_gather_block_tables,
+    launch_null_stale_columns,
+    launch_scatter_writes,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +158,7 @@ class CupyBlockStore:
             slot_mappings=tuple(slots[g * num_tokens : (g + 1) * num_tokens] for g in range(arena.num_groups)),
             batch=batch,
             slots=slots,
-            fused=FusedStep(self.config, self._fused_kernels, device.step_runner, device.address, addresses),
+            fused=FusedStep(self.config, self._fused_kernels, device.step_runner, self.tile, device.address, addresses),
         )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:

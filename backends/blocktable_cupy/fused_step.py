@@ -96,6 +96,7 @@ class FusedStep:
         config: of the table.
         kernels: name -> kernel, of all apply kernels and step_batch.
         runner: `HostRunner` or `GraphRunner`.
+        tile: threads of a block of the plain kernels: small when emulated.
         address: says where an array lies.
         addresses: of the group fields, the arena, the batch and the slots.
 
@@ -108,6 +109,7 @@ class FusedStep:
         config: BlockTableConfig,
         kernels: dict[str, Any],
         runner: Any,
+        tile: int,
         address: Callable[[Any], int],
         addresses: tuple[int, int, int, int],
     ) -> None:
@@ -122,7 +124,7 @@ class FusedStep:
         self._step = Arguments(STEP_LAYOUT)
         self._fixed = (config.max_num_reqs, groups, num_groups, arena, config.arena.size, batch, slots)
         self._num_slots = config.max_num_batched_tokens
-        self._is_long = is_long_launch(self._num_slots * num_groups)
+        self._is_long = is_long_launch(self._num_slots * num_groups, tile)
         self._slot_blocks = num_groups * -(-self._num_slots // (BLOCK * tokens_per_thread(self._is_long)))
         self._num_groups = num_groups
         self._runner = runner(kernels, [self._changes.ctypes.data, *apply.addresses], self._step.addresses)

@@ -8,6 +8,7 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 MAX_GRID_Y = 65535
+TILE, EMULATED_TILE = 256, 32
 MANY_SLOTS = 1 << 18
 """About one slot for each thread that a large GPU keeps resident."""
 
@@ -21,9 +22,12 @@ def _int32(value: int) -> np.int32:
     return np.int32(value)
 
 
-def is_long_launch(num_slots: int) -> bool:
-    """Whether warps map chunks of tokens: where one token a thread would fill the GPU many times over."""
-    return num_slots > MANY_SLOTS
+def is_long_launch(num_slots: int, tile: int) -> bool:
+    """Whether warps map chunks of tokens: where one token a thread would fill the GPU many times over.
+
+    The emulation, whose blocks are small, does so early: its tests are to run both ways.
+    """
+    return num_slots > (MANY_SLOTS if tile > EMULATED_TILE else EMULATED_TILE)
 
 
 def tokens_per_thread(is_long: bool) -> int:
@@ -141,7 +145,7 @@ def launch_map_slots(
     """Launch map_slots; nothing for no slots."""
     if num_slots == 0:
         return
-    is_long = is_long_launch(num_slots * num_groups)
+    is_long = is_long_launch(num_slots * num_groups, tile)
     arguments = (
         np.uint64(idx_mapping),
         np.uint64(query_start_loc),
@@ -158,9 +162,5 @@ def launch_map_slots(
         _int32(num_slots),
         np.bool_(is_long),
     )
-    kernel(
-        (_grid_x(num_slots, tile * tokens_per_thread(is_long)), min(num_groups, MAX_GRID_Y)),
-        (tile,),
-        arguments,
-        stream=stream,
-    )
+    blocks = _grid_x(num_slots, tile * tokens_per_thread(is_long))
+    kernel((blocks, min(num_groups, MAX_GRID_Y)), (tile,), arguments, stream=stream)
