@@ -233,14 +233,15 @@ class TorchDevice(HostDevice):
         """Return torch's object for a handle; None: torch's current stream on this GPU."""
         if handle is None:
             handle = self._current_handle()
+        elif handle == 1:
+            handle = 0  # both are the legacy default stream
         found = self._streams.get(handle)
         if found is None:
-            # As an external stream 0 would become one of torch's pool, and 1 one of its own ids.
-            is_default = handle in (0, 1)
+            # As an external stream 0 would become another one, of torch's pool.
             found = self._streams[handle] = (
-                torch.cuda.default_stream(self.index)
-                if is_default
-                else torch.cuda.ExternalStream(handle, device=self.index)
+                torch.cuda.ExternalStream(handle, device=self.index)
+                if handle
+                else torch.cuda.default_stream(self.index)
             )
         return found
 
