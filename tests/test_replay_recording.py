@@ -7,6 +7,7 @@ import os
 import random
 import re
 import struct
+import tempfile
 import time
 import zlib
 from collections.abc import Sequence
@@ -18,13 +19,16 @@ import pytest
 
 import blocktable as bt
 from blocktable import cli
+from blocktable.replay import synthetic
 from blocktable.replay.btrace import MAGIC, Foreign, Frame, Recording, RecordingError, frames_of, put_frame, write_head
 from blocktable.replay.lane import Lane
 from blocktable.replay.player import Player
 from blocktable.replay.progress import SilentProgress
+from blocktable.replay.readers import read_trace
 from blocktable.replay.recording import Recorder
 from blocktable.replay.result import ReplayResult
 from blocktable.replay.rowmodel import RowModel
+from blocktable.replay.run import Replay
 from blocktable_conformance.oracle import OracleTable
 from blocktable_numpy import NumpyBackend, NumpyBlockStore, NumpySlotMapper
 
@@ -255,7 +259,7 @@ def test_a_torn_file_runs_up_to_the_tear(recorded: bytes, tmp_path: Path, capsys
 def test_a_damaged_file_is_said(recorded: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "damaged.btrace"
     chance = random.Random(2)
-    for _ in range(200):
+    for _ in range(60):
         content = bytearray(recorded)
         content[chance.randrange(len(MAGIC), len(content))] ^= 1 << chance.randrange(8)
         path.write_bytes(content)
@@ -423,3 +427,15 @@ def test_a_disk_that_is_full_from_the_start() -> None:
     with pytest.raises(RecordingError, match="the recording cannot be written: No space left"):
         Recorder(table, "/dev/full")
     assert "step" not in vars(table)
+
+
+def test_cost_of_recording() -> None:
+    """Below a tenth of a numpy step: medians of the same steps on two tables, one of them recorded."""
+    costs = []
+    for _ in range(3):  # a machine that does other things disturbs one try, seldom three
+        lanes = [Lane(name, bt.get_backend("numpy"), synthetic.EXERCISE.config()) for name in ("plain", "recorded")]
+        with tempfile.TemporaryDirectory() as folder, Recorder(lanes[1].table, Path(folder) / "run.btrace"):
+            Replay(read_trace(synthetic.SHIPPED), synthetic.EXERCISE, lanes).run(SilentProgress(), max_steps=500)
+        plain, recorded = (np.array(lane.host_us) for lane in lanes)
+        costs.append(float(np.median(recorded - plain) / np.median(plain)))
+    assert min(costs) < 0.10, f"recording costs {min(costs):.1%} of a step"

@@ -90,7 +90,10 @@ def _lanes(arguments: argparse.Namespace, config: BlockTableConfig) -> list[Lane
 
 def _replay_trace(arguments: argparse.Namespace) -> ReplayResult:
     defaults = EXERCISE if arguments.trace is None else ReplayOptions()
-    options = dataclasses.replace(defaults, **given_options(arguments))
+    given = given_options(arguments)
+    if "num_blocks" in given and "groups" not in given:  # those of the default groups give way
+        given["groups"] = tuple(dataclasses.replace(group, num_blocks=None) for group in defaults.groups)
+    options = dataclasses.replace(defaults, **given)
     config = options.config()  # a wrong option is said before a long file is read
     lanes = _lanes(arguments, config)
     trace = _fitting(_read(arguments), options, arguments.on_bad_line)

@@ -91,12 +91,11 @@ def tokens_per_block(group: KVCacheGroup, context_parallel: ContextParallel) -> 
 
 
 def describe_options(options: ReplayOptions) -> dict[str, Any]:
-    """Return the options in force as the command line takes them, each group with its `num_blocks`."""
-    described = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    del described["num_blocks"]
-    described["groups"] = [as_pairs(group) for group in options.config().groups]
-    described["context_parallel"] = as_pairs(options.context_parallel) or "none"
-    return described
+    """Return the options that are not in the table's configuration."""
+    in_config = {"groups", "num_blocks", "max_num_reqs", "max_num_batched_tokens", "max_model_len", "context_parallel"}
+    return {
+        field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in in_config
+    }
 
 
 def as_pairs(values: Any) -> str:

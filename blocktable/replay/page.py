@@ -104,6 +104,6 @@ def _origin(summary: dict[str, Any]) -> str:
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         *((f"group {number}", text) for number, text in enumerate(config["groups"])),
         ("table", ", ".join(f"{label(name)} {config[name]}" for name in config if name != "groups")),
-        ("options", ", ".join(f"{label(name)} {options[name]}" for name in options if name != "groups") or "recorded"),
+        ("options", ", ".join(f"{label(name)} {options[name]}" for name in options) or "recorded"),
     ]
     return "<pre>" + escape("\n".join(f"{name}: {text}" for name, text in facts)) + "</pre>"
