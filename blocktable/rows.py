@@ -278,10 +278,14 @@ class HostRows:
             return False
         if [*map(type, block_ids)].count(np.ndarray) != num_groups or rows.shape != counts.shape or rows.ndim != 1:
             return False
-        sizes = [ids.size for ids in block_ids]
-        if sizes.count(sizes[0]) != num_groups or [ids.dtype for ids in block_ids].count(_INT32) != num_groups:
+        sizes = [ids.nbytes for ids in block_ids]
+        try:
+            flat = block_ids[0] if num_groups == 1 else np.concatenate(block_ids)
+        except ValueError:  # some are not one-dimensional
             return False
-        flat = block_ids[0] if num_groups == 1 else np.concatenate(block_ids)
+        # Equal bytes that add up to the whole: each of them is int32, none a bool array that was promoted.
+        if flat.dtype is not _INT32 or sizes.count(sizes[0]) != num_groups or flat.nbytes != sizes[0] * num_groups:
+            return False
         if flat.ndim != 1 or not (rows.flags.c_contiguous and counts.flags.c_contiguous and flat.flags.c_contiguous):
             return False
         self._stamp += 1
@@ -289,7 +293,7 @@ class HostRows:
         size: int = self._compiled.append(
             rows,
             flat,
-            sizes[0],
+            sizes[0] // 4,
             counts,
             self._geometry,
             self.mirror,

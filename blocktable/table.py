@@ -575,6 +575,8 @@ class BlockTable:
             )
         if idx_mapping is None and padded > requests:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
+        if self._has_streams:
+            _refuse_host_tensors(idx_mapping, query_start_loc, positions, num_computed_tokens)
         # With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy.
         wants_tables = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
         return Batch(
@@ -780,6 +782,15 @@ class BlockTable:
         shard = self.config.context_parallel
         turn, offset = divmod(local, shard.interleave_size)
         return turn * shard.world_size * shard.interleave_size + shard.rank * shard.interleave_size + offset
+
+
+def _refuse_host_tensors(*arrays: Array | None) -> None:
+    for array in arrays:
+        if not getattr(array, "is_cuda", True):
+            raise ArgumentError(
+                "A torch tensor in the host's memory was given; pass it on the table's device, or as a numpy array, "
+                "which is staged."
+            )
 
 
 def _view_key(batch: Batch) -> tuple[int, bool, bool]:

@@ -113,6 +113,19 @@ def test_what_is_wrong_is_refused_alike(
     assert messages[0] == messages[1]
 
 
+@pytest.mark.parametrize("wrong", [np.array([True, True]), np.array([1.0, 2.0]), np.array([[1, 2]], np.int32)])
+def test_arrays_that_numpy_would_promote_are_refused_alike(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R7."""
+    right = np.array([1, 2], np.int32)
+    messages = []
+    for host in both(CONFIG, monkeypatch):
+        with pytest.raises(BlockTableError) as caught:
+            host.append_rows(np.array([0, 1]), [right, wrong, right], np.array([1, 1]))
+        messages.append(str(caught.value))
+        assert not host.mirror.any()
+    assert messages[0] == messages[1]
+
+
 def test_the_steady_append_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above compares two paths, not one with itself."""
     host = both(CONFIG, monkeypatch)[0]

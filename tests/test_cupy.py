@@ -94,6 +94,7 @@ def test_mapped_memory_that_hides_later_writes_is_found_out(
         stream=lambda handle: None,
         current=lambda: device.HostDevice().current(),
         download=lambda target: [next(values)],
+        upload=lambda array: array,
     )
     monkeypatch.setattr(device, "CupyDevice", lambda index, staging: fake)
     device.mapped_memory_works.cache_clear()

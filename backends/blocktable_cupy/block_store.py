@@ -84,7 +84,12 @@ class CupyBlockStore:
         self._steady_entries = steady_entries(config)
         slots = [device.staging_slot(self._steady_entries) for _ in range(config.steps_in_flight)]
         self._writes_ring: StagingRing[Any] = StagingRing(slots, device.wait)
-        self._inputs_ring: StagingRing[Any] | None = None  # made when host arrays first come
+        # Host arrays of a step: gather and compute_slot_mappings take a slot each.
+        self._inputs_entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
+        inputs = [] if device.takes_host_arrays else range(2 * config.steps_in_flight)
+        self._inputs_ring: StagingRing[Any] = StagingRing(
+            [device.staging_slot(self._inputs_entries) for _ in inputs], device.wait
+        )
         self._last_stream: Any = None
         self._captured_stream: Any = None
         nothing = np.empty(0, np.int64)
@@ -97,12 +102,13 @@ class CupyBlockStore:
         """Return the stream to work on, ordered behind this table's last call, and whether it is capturing (R22)."""
         device = self.device
         stream = device.stream(handle)
+        other = self._captured_stream
+        if other is not None and other is not stream and device.is_capturing(other):
+            raise BlockTableError("A table's calls cannot change stream inside a capture; use one stream for them.")
         if device.is_capturing(stream):
-            other = self._captured_stream
-            if other is not None and other is not stream and device.is_capturing(other):
-                raise BlockTableError("A table's calls cannot change stream inside a capture; use one stream for them.")
             self._captured_stream = stream
             return stream, True
+        self._captured_stream = None
         if stream is not self._last_stream:
             if self._last_stream is not None:
                 device.order(self._last_stream, stream)
@@ -236,23 +242,18 @@ class CupyBlockStore:
             yield Inputs(stream, **addresses)
             return
         refuse_capture(capturing, "A step over host arrays")
-        ring = self._host_inputs_ring()
-        slot = ring.acquire()
+        entries = sum(array.nbytes for array in host.values()) // 4
+        is_large = entries > self._inputs_entries  # longer `out=` arrays than the table's own: it may allocate and wait
+        slot = device.staging_slot(entries) if is_large else self._inputs_ring.acquire()
         end = 0
         for name, array in host.items():
-            entries = array.view(np.int32)
-            slot.host[end : end + entries.size] = entries
+            slot.host[end : end + array.nbytes // 4] = array.view(np.int32)
             addresses[name] = slot.address + 4 * end
-            end += entries.size
+            end += array.nbytes // 4
         device.send(slot, end, stream)
         yield Inputs(stream, **addresses)
-        ring.release(device.mark(stream))
-
-    def _host_inputs_ring(self) -> StagingRing[Any]:
-        """Return the ring that host arrays travel in; the first call allocates it."""
-        if self._inputs_ring is None:
-            entries = 3 * self.config.max_num_reqs + 1 + 2 * self.config.max_num_batched_tokens
-            # gather and compute_slot_mappings take a slot each
-            slots = [self.device.staging_slot(entries) for _ in range(2 * self.config.steps_in_flight)]
-            self._inputs_ring = StagingRing(slots, self.device.wait)
-        return self._inputs_ring
+        mark = device.mark(stream)
+        if is_large:
+            device.wait(mark)
+        else:
+            self._inputs_ring.release(mark)

@@ -133,7 +133,9 @@ class CupyDevice:
 
     def upload(self, array: np.ndarray[Any, Any]) -> Any:
         with self.current():
-            return self._cupy.array(array)
+            made = self._cupy.array(array)
+            self._cupy.cuda.get_current_stream().synchronize()  # another stream may use it at once
+            return made
 
     def download(self, array: Any) -> np.ndarray[Any, Any]:
         self.synchronize()  # the work may be on any stream
@@ -146,7 +148,9 @@ class CupyDevice:
 
     def kernel(self, name: str, slot_dtype: str) -> Any:
         with self.current():
-            return _module(self.index, slot_dtype).get_function(name)
+            kernel = _module(self.index, slot_dtype).get_function(name)
+            kernel.num_regs  # noqa: B018 - loads it now: CUDA would do so at the first launch, and wait for the device
+            return kernel
 
     def address(self, array: Any) -> int:
         return address_of(array)
@@ -170,8 +174,8 @@ class CupyDevice:
         return found
 
     def is_capturing(self, stream: Any) -> bool:
-        # The default streams cannot be captured, and asking about the legacy one breaks a capture elsewhere.
-        return stream.ptr > 2 and bool(self._runtime.streamIsCapturing(stream.ptr))
+        # The legacy default stream cannot be captured, and asking about it breaks a capture elsewhere.
+        return stream.ptr > 1 and bool(self._runtime.streamIsCapturing(stream.ptr))
 
     def send(self, slot: StagingSlot, entries: int, stream: Any) -> None:
         if slot.mirror is not None:
@@ -231,6 +235,8 @@ def _device_index(device: Any, default: int) -> int:
         if kind != "cuda" or not (index == "" or index.isdecimal()):
             raise ArgumentError(f'The cupy backend runs on "cuda" or "cuda:<index>", got {device!r}.')
         return int(index) if index else default
+    if getattr(device, "type", "cuda") != "cuda":
+        raise ArgumentError(f"The cupy backend runs on CUDA devices, got {device!r}.")
     index = getattr(device, "index", getattr(device, "id", device))
     if index is None:
         return default
@@ -244,17 +250,14 @@ def mapped_memory_works(device: int) -> bool:
     """Whether a kernel sees what the host writes to mapped memory after an earlier kernel has read it."""
     gpu = CupyDevice(device, "mapped")
     slot, target = gpu.staging_slot(8), gpu.full(1, 0, "int32")
+    # Only the value is in the memory under suspicion: an offset from there might be anything.
+    offset, starts = gpu.upload(np.zeros(1, np.int64)), gpu.upload(np.array([0, 1], np.int32))
     scatter = gpu.kernel("scatter_writes", "int64")
-    with gpu.current():
-        stream = gpu.stream(None)
-    offsets, starts, values = (np.uint64(slot.address + shift) for shift in (0, 8, 16))
-    slot.host[:] = 0
-    slot.host[3] = 1
+    arguments = (offset, starts, np.uint64(slot.address), np.int32(1), np.int32(1), target)
     for value in (1, 2):
-        slot.host[4] = value
+        slot.host[0] = value
         with gpu.current():
-            arguments = (offsets, starts, values, np.int32(1), np.int32(1), target)
-            scatter((1, 1), (32,), arguments, stream=stream)
+            scatter((1, 1), (32,), arguments, stream=gpu.stream(None))
         if gpu.download(target)[0] != value:
             return False
     return True

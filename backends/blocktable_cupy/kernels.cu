@@ -63,17 +63,17 @@ extern "C" __global__ void scatter_writes(
 ) {
   for (int value = blockIdx.x * blockDim.x + threadIdx.x; value < num_values; value += gridDim.x * blockDim.x) {
     // step 1: which value of which range
-    int range = value, end = num_ranges;
+    int range_index = value, end = num_ranges;
     if (num_ranges != num_values) {  // else each range holds one value, as in steady decode
-      range = 0;
-      while (end - range > 1) {
-        int middle = range + (end - range) / 2;
-        if (starts[middle] <= value) range = middle;
+      range_index = 0;
+      while (end - range_index > 1) {
+        int middle = range_index + (end - range_index) / 2;
+        if (starts[middle] <= value) range_index = middle;
         else end = middle;
       }
     }
     // step 2: store the value
-    arena[offsets[range] + (value - starts[range])] = values[value];
+    arena[offsets[range_index] + (value - starts[range_index])] = values[value];
   }
 }
 
@@ -181,9 +181,9 @@ static __device__ __forceinline__ int request_of(const int* query_start_loc, int
 static __device__ __forceinline__ int64 local_index(const Group& group, int64 columns, int64 position) {
   if (group.world_size > 1) {
     int64 turn = divide(position, group.interleave_size);
-    int64 round = divide(turn, group.world_size);
-    if (turn - round * group.world_size != group.rank) return -1;
-    return round * group.interleave_size + (position - turn * group.interleave_size);
+    int64 round_index = divide(turn, group.world_size);
+    if (turn - round_index * group.world_size != group.rank) return -1;
+    return round_index * group.interleave_size + (position - turn * group.interleave_size);
   }
   if (group.slot_mode == SLOT_MODE_RING) {
     int64 ring = columns * group.tokens_per_column;
@@ -232,67 +232,66 @@ static const int WARP = 32;
 static const int PAIRS = 4;
 static const int CHUNK = 2 * PAIRS * WARP;
 
-// What a thread knows of the token it mapped last: most next ones lie in the same request, and in the same block.
-struct Place {
-  int request_end;    // first token behind the request
-  int row;            // its row; -1: a dummy
-  int64 columns;      // that the row fills
-  int64 block_start;  // local index of the block's first token
-  int64 block_size;   // tokens in it; 0: no block is known
-  int64 block_slot;   // slot of its first token
-};
+// The i-th token of a thread's pairs, from its first one on.
+static __device__ __forceinline__ int pair_token(int first, int i) { return first + i / 2 * (2 * WARP) + i % 2; }
 
-static __device__ __forceinline__ int64 map_next_token(
-    const int* idx_mapping, const int* query_start_loc, int num_reqs, int num_tokens, int max_num_reqs,
-    const Group& group, int g, const int* arena, int64 token, int64 position, Place& place
-) {
-  if (token >= num_tokens || group.slot_mode == SLOT_MODE_NONE) return PAD_SLOT_ID;
-  if (token >= place.request_end) {
-    int request = request_of(query_start_loc, num_reqs, token);
-    place.request_end = request < 0 ? 0 : query_start_loc[request + 1];
-    place.row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
-    place.columns = place.row < 0 ? 0 : arena[(int64)g * max_num_reqs + place.row];
-    place.block_size = 0;
-  }
-  if (place.row < 0 || position < 0) return PAD_SLOT_ID;
-  int64 local = local_index(group, place.columns, position);
-  if (local < 0) return PAD_SLOT_ID;
-  unsigned long long offset = (unsigned long long)(local - place.block_start);
-  if (offset >= (unsigned long long)place.block_size) {
-    int64 column = divide(local, group.tokens_per_column);
-    place.block_size = 0;
-    if (column >= place.columns) return PAD_SLOT_ID;
-    int64 block_id = arena[group.table_start + place.row * group.width + column];
-    if (group.null_is_pad && block_id < group.blocks_per_kv_block) return PAD_SLOT_ID;
-    place.block_start = column * group.tokens_per_column;
-    place.block_size = group.tokens_per_column;
-    place.block_slot = block_id * group.tokens_per_column;
-    offset = (unsigned long long)(local - place.block_start);
-  }
-  return place.block_slot + (int64)offset;
-}
-
-// Write the slots of a warp's chunk of tokens, from `first` on.
+// Write the slots of a warp's chunk of tokens, from `first` on. Most threads' tokens lie in one request, and most of them
+// in one block: then there is one search and one division for all eight. Any other token goes the way of map_token.
 static __device__ __forceinline__ void map_chunk(
-    const int* idx_mapping, const int* query_start_loc, const int64* positions, int num_reqs, int num_positions,
-    int max_num_reqs, const Group& group, int g, const int* arena, SLOT_T* slots, int num_slots, int64 first
+    const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
+    int num_reqs, int num_positions, int max_num_reqs, const Group& group, int g, const int* __restrict__ arena,
+    SLOT_T* __restrict__ slots, int num_slots, int64 chunk
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
-  int64 token = first + 2 * (threadIdx.x % WARP);
-  int64 position[2 * PAIRS];
-#pragma unroll
-  for (int i = 0; i < 2 * PAIRS; ++i) {
-    int64 t = token + i / 2 * 2 * WARP + i % 2;
-    position[i] = t < num_tokens ? positions[t] : -1;
+  int first = (int)chunk + 2 * (threadIdx.x % WARP);
+  int last = pair_token(first, 2 * PAIRS - 1);
+  bool is_simple = group.world_size == 1 && group.slot_mode == 0 && last < num_tokens && num_reqs > 0;
+  int row = -1;
+  if (is_simple) {
+    // Requests of one length are found at once.
+    int request = (int)((unsigned long long)first * (unsigned)num_reqs / (unsigned)num_tokens);
+    if (query_start_loc[request] > first || query_start_loc[request + 1] <= first)
+      request = request_of(query_start_loc, num_reqs, first);
+    is_simple = request >= 0 && last < query_start_loc[request + 1];
+    row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
   }
-  Place place = {0, -1, 0, 0, 0, 0};
+  if (is_simple && row >= 0) {
+    int64 columns = arena[(int64)g * max_num_reqs + row];
+    const int* table_row = arena + group.table_start + row * group.width;
+    int64 block_start = 0, block_slot = 0;
+    unsigned long long block_size = 0;  // 0: no block is known yet
+    int64 position[2 * PAIRS];
 #pragma unroll
+    for (int i = 0; i < 2 * PAIRS; ++i) position[i] = positions[pair_token(first, i)];
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; ++i) {
+      int64 slot = PAD_SLOT_ID;
+      if ((unsigned long long)(position[i] - block_start) >= block_size) {
+        block_size = 0;
+        if (position[i] >= 0) {
+          int64 column = divide(position[i], group.tokens_per_column);
+          if (column < columns) {
+            int64 block_id = table_row[column];
+            if (!group.null_is_pad || block_id >= group.blocks_per_kv_block) {
+              block_start = column * group.tokens_per_column;
+              block_slot = block_id * group.tokens_per_column;
+              block_size = group.tokens_per_column;
+            }
+          }
+        }
+      }
+      if (block_size) slot = block_slot + (position[i] - block_start);
+      slots[pair_token(first, i)] = (SLOT_T)slot;
+    }
+    return;
+  }
   for (int i = 0; i < 2 * PAIRS; ++i) {
-    int64 t = token + i / 2 * 2 * WARP + i % 2;
-    int64 slot = map_next_token(
-        idx_mapping, query_start_loc, num_reqs, num_tokens, max_num_reqs, group, g, arena, t, position[i], place
-    );
-    if (t < num_slots) slots[t] = (SLOT_T)slot;
+    int token = pair_token(first, i);
+    if (token < num_slots)
+      slots[token] = (SLOT_T)map_token(
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena, num_slots,
+          token
+      );
   }
 }
 
@@ -355,13 +354,13 @@ struct Changes {
 
 // Index of the range that `value` lies in; starts[0] is 0.
 static __device__ __forceinline__ int range_of(const int* starts, int num_ranges, int value) {
-  int range = 0, end = num_ranges;
-  while (end - range > 1) {
-    int middle = range + (end - range) / 2;
-    if (starts[middle] <= value) range = middle;
+  int range_index = 0, end = num_ranges;
+  while (end - range_index > 1) {
+    int middle = range_index + (end - range_index) / 2;
+    if (starts[middle] <= value) range_index = middle;
     else end = middle;
   }
-  return range;
+  return range_index;
 }
 
 template <int SIZE>
@@ -387,12 +386,12 @@ static __device__ __forceinline__ void apply(
   const int* null_starts = null_offsets + changes.num_null_ranges;
   for (int i = thread; i < changes.num_singles; i += num_threads) arena[single_offsets[i]] = singles[i];
   for (int i = thread; i < changes.num_range_values; i += num_threads) {
-    int range = range_of(range_starts, changes.num_ranges, i);
-    arena[(int64)range_offsets[range] + (i - range_starts[range])] = range_values[i];
+    int range_index = range_of(range_starts, changes.num_ranges, i);
+    arena[(int64)range_offsets[range_index] + (i - range_starts[range_index])] = range_values[i];
   }
   for (int i = thread; i < changes.num_nulls; i += num_threads) {
-    int range = range_of(null_starts, changes.num_null_ranges, i);
-    arena[(int64)null_offsets[range] + (i - null_starts[range])] = NULL_BLOCK_ID;
+    int range_index = range_of(null_starts, changes.num_null_ranges, i);
+    arena[(int64)null_offsets[range_index] + (i - null_starts[range_index])] = NULL_BLOCK_ID;
   }
 }
 

@@ -27,7 +27,8 @@ def is_long_launch(num_slots: int, tile: int) -> bool:
 
     The emulation, whose blocks are small, does so early: its tests are to run both ways.
     """
-    return num_slots > (MANY_SLOTS if tile > EMULATED_TILE else EMULATED_TILE)
+    few = MANY_SLOTS if tile > EMULATED_TILE else EMULATED_TILE
+    return few < num_slots < INT32_MAX - 512  # a chunk counts its tokens in int
 
 
 def tokens_per_thread(is_long: bool) -> int:
