@@ -126,10 +126,11 @@ def make_lanes(options: argparse.Namespace) -> list[Lane]:
     sections = list(options.section or SECTIONS) + (["sweep"] if options.sweep else [])
     shared = {"is_quick": options.quick, "seconds": options.seconds, "sweep_seconds": options.sweep_seconds}
     lanes = [Lane("machine", {"kind": "machine", "sections": ["machine"], **shared})]
-    lanes += [
-        Lane(name, {"kind": "backend", "name": name, "sections": sections, **shared})
-        for name in options.backend or installed
-    ]
+    backends = options.backend or installed
+    for name in backends:
+        # Curves of host kernels beside those of a GPU say nothing, and take the longest.
+        own = [section for section in sections if section != "sweep" or name != "numpy" or backends == ["numpy"]]
+        lanes.append(Lane(name, {"kind": "backend", "name": name, "sections": own, **shared}))
     if not options.no_peers:
         lanes += [
             Lane(peer.name, {"kind": "peer", "table": peer.table, "sections": sections, **shared}, peer.path)
@@ -142,7 +143,7 @@ def make_lanes(options: argparse.Namespace) -> list[Lane]:
                 {"kind": "backend", "name": name, "sections": ["steps"], **shared},
                 environment={HOST_PATH_VARIABLE: "numpy"},
             )
-            for name in options.backend or installed
+            for name in backends
         ]
     return lanes
 

@@ -35,6 +35,10 @@ class Gpu:
         """Keep the current stream busy for at least that long."""
         self._cuda._sleep(int(microseconds * CYCLES_PER_MICROSECOND))
 
+    def current_stream(self) -> int:
+        """Return the handle of torch's current stream: inside `capture`, the one that captures."""
+        return int(self._cuda.current_stream().cuda_stream)
+
     def event(self) -> Any:
         """Return an event that is recorded on the current stream."""
         event = self._cuda.Event(enable_timing=True)

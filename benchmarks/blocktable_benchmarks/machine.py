@@ -71,7 +71,6 @@ def measure_machine(gpu: Gpu | None, *, is_quick: bool) -> dict[str, Any]:
 
     found["gpu"] = torch.cuda.get_device_name()
     found["cuda"] = torch.version.cuda
-    found["empty_launch_us"] = {name: round(time, 2) for name, time in _empty_launch_times(gpu).items()}
     entries = MILLION_16 >> (8 if is_quick else 0)
     source, target = gpu.empty(entries), gpu.empty(entries)
     source.random_()
@@ -79,6 +78,11 @@ def measure_machine(gpu: Gpu | None, *, is_quick: bool) -> dict[str, Any]:
     found["copy_GB_per_s"] = round(2 * 8 * entries / copy / 1e3, 1)
     found["copy_bytes"] = 2 * 8 * entries
     return found
+
+
+def measure_launches(gpu: Gpu) -> dict[str, Any]:
+    """Return the host's time of an empty launch by each way there is, and the GPU's time of an empty node."""
+    return {"empty_launch_us": {name: round(time, 2) for name, time in _empty_launch_times(gpu).items()}}
 
 
 def _numpy_scatter_time() -> float:
@@ -94,35 +98,32 @@ def _numpy_scatter_time() -> float:
 
 
 def _empty_launch_times(gpu: Gpu) -> dict[str, float]:
-    """Return the host's time of an empty launch by each way there is, and the GPU's time of an empty node."""
     found: dict[str, float] = {}
     if importlib.util.find_spec("cupy") is None:
         found["torch sleep(0)"] = queued_call_time(gpu, lambda: gpu.hold(0))
         return found
     import cupy
-    import torch
 
     kernel = cupy.RawKernel(EMPTY, "empty")
-    handle = torch.cuda.current_stream().cuda_stream
-    stream = cupy.cuda.ExternalStream(handle)
 
     def launch() -> None:
-        kernel((1,), (32,), (), stream=stream)
+        kernel((1,), (32,), (), stream=cupy.cuda.Stream.null)
 
     launch()
     found["CuPy"] = queued_call_time(gpu, launch)
-    if importlib.util.find_spec("cuda.bindings") is not None:
-        from cuda.bindings import driver
+    if importlib.util.find_spec("cuda") is None:
+        return found
+    from cuda.bindings import driver
 
-        function = driver.CUfunction(kernel.kernel.ptr)
-        found["cuLaunchKernel"] = queued_call_time(
-            gpu, lambda: driver.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, handle, 0, 0)
-        )
+    function, launch_kernel = driver.CUfunction(kernel.kernel.ptr), driver.cuLaunchKernel
+
+    def launch_raw(stream: int = 0) -> None:
+        launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, 0, 0)
 
     def launch_current() -> None:
-        kernel((1,), (32,), (), stream=cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream))
+        launch_raw(gpu.current_stream())
 
+    found["cuLaunchKernel"] = queued_call_time(gpu, launch_raw)
     found["node, on the GPU"] = graph_time(gpu, launch_current)
-    graph = gpu.capture(launch_current, 1)
-    found["graph replay"] = queued_call_time(gpu, graph.replay)
+    found["graph replay"] = queued_call_time(gpu, gpu.capture(launch_current, 1).replay)
     return found

@@ -74,7 +74,7 @@ def _step_plot(results: Results) -> str:
     for place, workload in zip(axes.flat, workloads, strict=False):
         names = [name for name in reversed(lanes) if workload in lanes[name]]
         for key, colour, label in (("waited_us", "#c9d3e6", "with a wait"), ("host_us", "#2f5d9b", "host")):
-            place.barh(names, [lanes[name][workload][key] for name in names], color=colour, label=label)
+            place.barh(names, [lanes[name][workload].get(key, 0) for name in names], color=colour, label=label)
         place.set_xscale("log")
         place.set_title(workload, fontsize=9)
         place.set_xlabel("µs a step", fontsize=8)
@@ -109,6 +109,6 @@ def _sweep_plot(results: Results) -> str:
 
 
 def _curve(place: Any, name: str, points: dict[float, dict[str, Any]], key: str) -> None:
-    found = sorted((x, point[key]) for x, point in points.items() if key in point)
+    found = sorted((x, point[key]) for x, point in points.items() if point.get(key) is not None)
     if found:
         place.plot(*zip(*found, strict=True), marker=".", label=name)

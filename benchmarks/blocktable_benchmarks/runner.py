@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,14 @@ class Results:
             "versions": package_versions(),
             "lanes": {},
             "errors": [],
+            "not_run": [],
         }
 
     def begin(self, lane: Lane) -> None:
         """Start a lane."""
         if lane.plan["kind"] != "machine":
-            self.data["lanes"][lane.name] = {"kind": lane.plan["kind"]}
+            self.data["lanes"][lane.name] = {"kind": lane.plan["kind"], "is_quick": lane.plan["is_quick"]}
+        self.data["is_quick"] = lane.plan["is_quick"]
 
     def take(self, lane: Lane, record: dict[str, Any]) -> None:
         """Keep one record."""
@@ -68,7 +71,9 @@ class Results:
         if "error" in record:
             self.fail(lane, f"{section}: {key}", record["error"], record.get("traceback"))
             return
-        if section == "machine":
+        if "not_run" in record:
+            self.data["not_run"].append({"lane": lane.name, "where": f"{section}: {key}", "reason": record["not_run"]})
+        elif section == "machine":
             self.data["machine"].update(record["value"])
         elif section == "lane":
             self.data["lanes"][lane.name].update(record["value"])
@@ -95,37 +100,42 @@ def run_lane(lane: Lane, results: Results, say: Callable[[str], None]) -> None:
     results.begin(lane)
     paths = [lane.path, os.environ.get("PYTHONPATH")]
     environment = {**os.environ, **lane.environment, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         # -P: what lies in the current folder must not stand before what is installed.
         [sys.executable, "-P", "-m", "blocktable_benchmarks.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
         text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    guard = threading.Timer(lane.plan["seconds"] + KILL_AFTER, process.kill)
-    guard.start()
-    try:
-        process.stdin.write(json.dumps(lane.plan))
-        process.stdin.close()
-        for line in process.stdout:
-            record = json.loads(line)
-            results.take(lane, record)
-            say(_progress(lane, record))
-        status = process.wait()
-    finally:
-        guard.cancel()
-        process.kill()
-        process.wait()
+    ) as process:
+        guard = threading.Timer(lane.plan["seconds"] + KILL_AFTER, process.kill)
+        guard.start()
+        try:
+            for record in _records(process, lane.plan):
+                results.take(lane, record)
+                say(_progress(lane, record))
+            status = process.wait()
+        finally:
+            guard.cancel()
+            process.kill()
     if status:
         results.fail(lane, "process", f"ended with status {status} before its plan was done")
         say(f"{lane.name}: its process ended with status {status}")
 
 
+def _records(process: subprocess.Popen[str], plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Hand the plan over, and return the records as they come."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):  # it ended before it read: its status says so
+        process.stdin.write(json.dumps(plan))
+        process.stdin.close()
+    for line in process.stdout:
+        yield json.loads(line)
+
+
 def _progress(lane: Lane, record: dict[str, Any]) -> str:
-    text = record.get("error")
+    text = record.get("error", record.get("not_run"))
     if text is None:
         value = record["value"]
         text = value.get("absent", "done") if isinstance(value, dict) else "done"

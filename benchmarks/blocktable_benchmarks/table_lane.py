@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -57,6 +58,7 @@ class TableLane:
     def close(self) -> None:
         """Let the memory go."""
         del self.table, self.step, self.arrays
+        gc.collect()
         if self.gpu is not None:
             self.gpu.release()
 

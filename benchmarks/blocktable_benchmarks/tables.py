@@ -49,6 +49,7 @@ def make_tables(results: Results) -> list[Table]:
         _slots,
         _bandwidth,
         _memory,
+        _waits,
         _sweeps,
         _probes,
         _notes,
@@ -65,7 +66,7 @@ def _number(value: Any, digits: int = 1) -> str:
 
 def is_timed(lane: dict[str, Any]) -> bool:
     """Whether a lane's times mean anything."""
-    return not lane.get("is_emulated") and "absent" not in lane
+    return not (lane.get("is_emulated") or lane.get("is_quick") or "absent" in lane)
 
 
 def _present(results: Results, section: str) -> dict[str, dict[str, Any]]:
@@ -92,6 +93,8 @@ def best_peer(results: Results, section: str, workload: str, key: str) -> float 
 def _machine(results: Results) -> list[Table]:
     machine = results["machine"]
     rows = [["command", results["command"]], ["date", results["date"]]]
+    if results.get("is_quick"):
+        rows.append(["--quick", "a smoke test over tiny sizes under the names of the large ones: nothing was timed"])
     rows += [
         [name.replace("_", " "), str(machine[name])]
         for name in ("gpu", "cuda", "processor", "cores", "system", "python")
@@ -127,12 +130,11 @@ def _lanes(results: Results) -> list[Table]:
 STEP_COLUMNS = [
     "",
     "host us",
-    "from lists us",
     "many in flight us",
     "with a wait us",
     "GPU us",
-    "bytes",
-    "launches",
+    "bytes sent",
+    "on the GPU",
     "x best peer, host",
     "x best peer, wait",
 ]
@@ -144,7 +146,7 @@ def _steps(results: Results) -> list[Table]:
         rows = []
         for name, content in _present(results, "steps").items():
             if workload in content:
-                rows.append([name, *_step_cells(results, name, workload)])
+                rows += _step_rows(results, name, workload)
         title = workload
         if workload in TARGETS:
             target, stretch = TARGETS[workload]
@@ -153,16 +155,21 @@ def _steps(results: Results) -> list[Table]:
     return tables
 
 
-def _step_cells(results: Results, name: str, workload: str) -> list[str]:
+def _step_rows(results: Results, name: str, workload: str) -> list[list[str]]:
     lane = results["lanes"][name]
     found = lane["steps"][workload]
     launches = lane.get("launches", {}).get(workload, {}).get("on_the_gpu")
     counted = [_number(found.get("bytes_per_step"), 0), _number(launches)]
     if not is_timed(lane):
-        return ["-"] * 5 + [*counted, "-", "-"]
-    times = [found.get(key) for key in ("host_us", "host_lists_us", "host_no_wait_us", "waited_us", "gpu_us")]
-    ratios = [_ratio(best_peer(results, "steps", workload, key), found.get(key)) for key in ("host_us", "waited_us")]
-    return [*map(_number, times), *counted, *ratios]
+        return [[name, "right", "-", "-", "-", *counted, "-", "-"]]
+    peer_host, peer_waited = (best_peer(results, "steps", workload, key) for key in ("host_us", "waited_us"))
+    times = [found.get(key) for key in ("host_us", "host_no_wait_us", "waited_us", "gpu_us")]
+    ratios = [_ratio(peer_host, found.get("host_us")), _ratio(peer_waited, found.get("waited_us"))]
+    rows = [[name, *map(_number, times), *counted, *ratios]]
+    lists = found.get("host_lists_us")
+    if lists is not None:
+        rows.append([f"{name}, from lists", _number(lists), *["-"] * 5, _ratio(peer_host, lists), "-"])
+    return rows
 
 
 def _ratio(peer: float | None, ours: float | None) -> str:
@@ -194,7 +201,7 @@ def _bandwidth(results: Results) -> list[Table]:
         row = [name]
         for workload in workloads:
             found = content.get(workload)
-            row.append("-" if found is None else f"{found['GB_per_s']:,.0f} GB/s, {found['share_of_copy']} %")
+            row.append(_bandwidth_cell(found))
         rows.append(row)
     header = [
         "",
@@ -210,40 +217,50 @@ def _bandwidth(results: Results) -> list[Table]:
     ]
 
 
+def _bandwidth_cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    if "impossible" in found:
+        return "cannot"
+    return f"{found['GB_per_s']:,.0f} GB/s, {found['share_of_copy']} %"
+
+
 def _memory(results: Results) -> list[Table]:
+    """One row for each workload: the parts that every backend of ours has, and what each lane takes on the device."""
+    present = _present(results, "steps")
+    lanes = [name for name, content in present.items() if any(found.get("device_bytes") for found in content.values())]
+    rows, parts = (
+        [],
+        dict.fromkeys(
+            part for content in present.values() for found in content.values() for part in found.get("memory", ())
+        ),
+    )
+    for workload in _workloads(results, "steps") if lanes else ():
+        ours: dict[str, int] = next(
+            (content[workload]["memory"] for content in present.values() if content.get(workload, {}).get("memory")), {}
+        )
+        measured = [_number(present[name].get(workload, {}).get("device_bytes")) for name in lanes]
+        rows.append([workload, *(_number(ours.get(part)) for part in parts), *measured])
+    header = ["", *(part.replace("_", " ") for part in parts), *(f"{name}, on the device" for name in lanes)]
+    return [Table("memory", "Bytes of a table: the parts of ours, and what was taken on the device", header, rows)]
+
+
+def _waits(results: Results) -> list[Table]:
     rows = []
-    for workload in _workloads(results, "steps"):
-        for name, content in _present(results, "steps").items():
-            found = content.get(workload, {})
-            if found.get("device_bytes") is not None or found.get("memory"):
-                parts = ", ".join(
-                    f"{part.replace('_', ' ')} {size:,}" for part, size in found.get("memory", {}).items()
-                )
-                waits = found.get("steps_before_wait")
-                allocated = found.get("allocations")
+    for name, content in _present(results, "steps").items():
+        for workload, found in content.items():
+            if "steps_before_wait" in found and is_timed(results["lanes"][name]):
+                waits, allocated = found["steps_before_wait"], found.get("allocations", {})
                 rows.append(
                     [
                         f"{name}: {workload}",
-                        parts or "-",
-                        _number(found.get("device_bytes")),
-                        "-"
-                        if "steps_before_wait" not in found
-                        else "none"
-                        if waits is None
-                        else f"after {waits} steps",
-                        "-"
-                        if allocated is None
-                        else f"{allocated['torch_blocks']}, {allocated['device_bytes']:,} bytes",
+                        "none" if waits is None else f"after {waits} steps",
+                        _number(allocated.get("torch_blocks")),
+                        _number(allocated.get("device_bytes")),
                     ]
                 )
-    header = [
-        "",
-        "bytes of each part",
-        "device memory, measured",
-        "waits behind a busy device",
-        "allocations in 32 steps",
-    ]
-    return [Table("memory", "Memory, waits and allocations", header, rows)]
+    header = ["", "waits behind a busy device", "blocks from torch in 32 steps", "device bytes in 32 steps"]
+    return [Table("waits", "Waits and allocations of steady steps (two steps in flight)", header, rows)]
 
 
 def _sweeps(results: Results) -> list[Table]:
@@ -265,14 +282,14 @@ def _sweeps(results: Results) -> list[Table]:
 def _axes(results: Results) -> list[str]:
     axes: dict[str, None] = {}
     for content in _present(results, "sweep").values():
-        axes.update(dict.fromkeys(found["axis"] for found in content.values()))
+        axes.update(dict.fromkeys(found["axis"] for found in content.values() if "axis" in found))
     return list(axes)
 
 
 def sweep_points(results: Results, axis: str) -> dict[str, dict[float, dict[str, Any]]]:
     """Return lane -> value on the axis -> what was found there."""
     return {
-        name: {found["x"]: found for found in content.values() if found["axis"] == axis}
+        name: {found["x"]: found for found in content.values() if found.get("axis") == axis}
         for name, content in _present(results, "sweep").items()
     }
 
@@ -280,7 +297,7 @@ def sweep_points(results: Results, axis: str) -> dict[str, dict[float, dict[str,
 def _sweep_cell(found: dict[str, Any] | None) -> str:
     if found is None:
         return "-"
-    return f"{found['host_us']:,.1f} / {_number(found.get('gpu_us'))}"
+    return f"{_number(found.get('host_us'))} / {_number(found.get('gpu_us'))}"
 
 
 def _probes(results: Results) -> list[Table]:
@@ -299,14 +316,22 @@ def _probes(results: Results) -> list[Table]:
 
 def _notes(results: Results) -> list[Table]:
     rows = [
-        [f"{name}: {workload}", "; ".join(found["notes"])]
-        for name, content in _present(results, "steps").items()
+        [f"{name}: {workload}", "; ".join(found.get("notes") or ["cannot: " + found["impossible"]])]
+        for section in ("steps", "slots", "bandwidth", "sweep")
+        for name, content in _present(results, section).items()
         for workload, found in content.items()
-        if found.get("notes")
+        if found.get("notes") or "impossible" in found
     ]
-    return [Table("notes", "Right slots, but not our contract", ["", "what differs"], rows)]
+    return [Table("notes", "Right slots, but not our contract; and what a peer cannot do", ["", "what differs"], rows)]
 
 
 def _errors(results: Results) -> list[Table]:
     rows = [[f"{error['lane']}: {error['where']}", error["error"]] for error in results["errors"]]
-    return [Table("errors", "What failed", ["", "error"], rows)]
+    late: dict[tuple[str, str], list[str]] = {}
+    for entry in results.get("not_run", ()):
+        late.setdefault((entry["lane"], entry["reason"]), []).append(entry["where"])
+    not_run = [[name, f"{reason}: {', '.join(places)}"] for (name, reason), places in late.items()]
+    return [
+        Table("errors", "What failed", ["", "error"], rows),
+        Table("errors", "What was not run", ["", "reason"], not_run),
+    ]

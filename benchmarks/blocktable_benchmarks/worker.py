@@ -1,10 +1,11 @@
 """One lane, in a process of its own: `python -m blocktable_benchmarks.worker`, a plan in, records out, JSON lines.
 
-A record is `{"section", "key", "value"}` or `{"section", "key", "error"}`. A failure costs its own record only.
+A record has a section, a key, and one of "value", "error" and "not_run". A failure costs its own record only.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -18,7 +19,8 @@ import blocktable as bt
 from blocktable.host_path import host_path_description
 from blocktable_benchmarks.agreement import check_slots, check_steps
 from blocktable_benchmarks.gpu import Gpu, find_gpu
-from blocktable_benchmarks.machine import measure_machine
+from blocktable_benchmarks.machine import measure_launches, measure_machine
+from blocktable_benchmarks.peers.base import Impossible
 from blocktable_benchmarks.table_lane import TableLane
 from blocktable_benchmarks.timing import (
     QUEUE_ENTRIES,
@@ -47,6 +49,9 @@ SECTIONS = ("machine", "steps", "slots", "bandwidth", "sweep", "probes", "launch
 
 STEPS = 100
 RUNS = 7
+GPU_STEPS = 30
+HOST_STEPS = 30
+HOST_RUNS = 5
 ALLOCATION_STEPS = 32
 SWEEP_STEPS = 40
 LARGEST_SWEEP = 1 << 22
@@ -70,10 +75,9 @@ class Worker:
         self.plan = plan
         self.emit = emit
         self.is_quick: bool = plan["is_quick"]
-        self.steps = 3 if self.is_quick else STEPS
-        self.runs = 2 if self.is_quick else RUNS
         self.deadline = time.monotonic() + plan["seconds"]
         self.gpu = find_gpu() if plan.get("name") != "numpy" else None
+        self.steps, self.runs = (3, 2) if self.is_quick else (STEPS, RUNS) if self.gpu else (HOST_STEPS, HOST_RUNS)
 
     def run(self) -> None:
         """Run every section of the plan."""
@@ -85,10 +89,12 @@ class Worker:
 
     def _try(self, section: str, key: str, measure: Callable[[], Any]) -> bool:
         if time.monotonic() > self.deadline:
-            self.emit(section, key, error="not run: the lane's time was over")
+            self.emit(section, key, not_run="the lane's time was over")
             return False
         try:
             self.emit(section, key, value=measure())
+        except Impossible as error:
+            self.emit(section, key, value={"impossible": str(error)})
         except Exception as error:
             self.emit(section, key, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
             return False
@@ -150,7 +156,10 @@ class Worker:
     # Sections.
 
     def _machine(self) -> None:
-        self._try("machine", "measured", lambda: measure_machine(self.gpu, is_quick=self.is_quick))
+        gpu = self.gpu
+        self._try("machine", "measured", lambda: measure_machine(gpu, is_quick=self.is_quick))
+        if gpu:
+            self._try("machine", "launches", lambda: measure_launches(gpu))
 
     def _steps(self) -> None:
         for workload in step_workloads():
@@ -166,32 +175,39 @@ class Worker:
         notes = check_steps(lane, inputs, is_peer=self._is_peer)
         steps = min(self.steps, inputs.workload.max_steps, QUEUE_ENTRIES // lane.launches_per_step)
         found: dict[str, Any] = {"notes": notes, "steps": steps, "memory": lane.memory, "device_bytes": used}
-        found["host_us"] = host_time(lane, steps, self.runs)
-        found["waited_us"] = waited_time(lane, steps)
-        found["bytes_per_step"] = self._bytes_per_step(lane, steps)
         found["blocks_per_step"] = inputs.workload.num_appended * inputs.workload.num_groups
+        found["host_us"] = host_time(lane, steps, self.runs)
+        part = partial(self._part, workload, found)
+        part("waited_us", lambda: waited_time(lane, steps))
+        part("bytes_per_step", lambda: self._bytes_per_step(lane, steps))
         if gpu:
-            found["steps_before_wait"] = steps_before_wait(gpu, lane)
-            found["allocations"] = self._allocations(gpu, lane)
+            part("steps_before_wait", lambda: steps_before_wait(gpu, lane))
+            part("allocations", lambda: self._allocations(gpu, lane))
+            if self._is_peer:
+                part("gpu_us", lambda: gpu_step_time(gpu, lane, min(steps, GPU_STEPS), found["host_us"]))
         lane.close()
         if not self._is_peer:
-            self._measure_unlimited(inputs, steps, found)
-            found["host_lists_us"] = self._list_step_time(inputs, steps)
-        elif gpu:
-            lane = self._make_lane()
-            lane.open(inputs)
-            found["gpu_us"] = gpu_step_time(gpu, lane, min(steps, 30), found["host_us"])
-            lane.close()
+            part("host_no_wait_us", lambda: self._measure_unlimited(inputs, steps, found))
+            part("host_lists_us", lambda: self._list_step_time(inputs, steps))
         return found
 
-    def _measure_unlimited(self, inputs: Inputs, steps: int, found: dict[str, Any]) -> None:
-        """Measure once more with so many steps in flight that none waits for an earlier one."""
+    def _part(self, workload: Workload, found: dict[str, Any], key: str, measure: Callable[[], Any]) -> None:
+        """Add one figure; one that fails is recorded, and leaves the others standing."""
+        try:
+            found[key] = measure()
+        except Exception as error:
+            where = f"{workload.name}: {key}"
+            self.emit("steps", where, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+
+    def _measure_unlimited(self, inputs: Inputs, steps: int, found: dict[str, Any]) -> float:
+        """Return the host's time with so many steps in flight that none waits for an earlier one, and add the GPU's."""
         lane = self._make_lane()
         lane.open(inputs, steps_in_flight=steps + 4)
-        found["host_no_wait_us"] = host_time(lane, steps, self.runs)
+        host_us = host_time(lane, steps, self.runs)
         if lane.gpu:
-            found["gpu_us"] = gpu_step_time(lane.gpu, lane, min(steps, 30), found["host_no_wait_us"])
+            found["gpu_us"] = gpu_step_time(lane.gpu, lane, min(steps, GPU_STEPS), host_us)
         lane.close()
+        return host_us
 
     def _list_step_time(self, inputs: Inputs, steps: int) -> float:
         lane = self._make_lane(takes_lists=True)
@@ -328,7 +344,9 @@ def main() -> int:
         records.write(json.dumps({"section": section, "key": key, **content}) + "\n")
         records.flush()
 
-    Worker(plan, emit).run()
+    worker = Worker(plan, emit)
+    gc.freeze()  # what is loaded stays: collections between tables need not look at it
+    worker.run()
     records.close()
     return 0
 

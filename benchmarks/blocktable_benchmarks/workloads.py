@@ -263,7 +263,7 @@ def shrink(workload: Workload) -> Workload:
         num_groups=min(workload.num_groups, 2),
         max_num_reqs=None if workload.max_num_reqs is None else min(workload.max_num_reqs, 16),
         tokens_per_req=min(workload.tokens_per_req, 64 // num_reqs),
-        max_model_len=16 * 16 * workload.world_size,
+        max_model_len=16 * 64 * workload.world_size,
         max_num_batched_tokens=64,
         filled=filled,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,10 @@ def construct(kind: Any, **arguments: Any) -> Any:
     return kind(**{name: value for name, value in arguments.items() if name in accepted})
 
 
+class Impossible(Exception):
+    """The peer's own limits do not allow it."""
+
+
 class PeerLane:
     """A peer's table. Each of its tensors is torch's; on the CPU where there is no GPU."""
 
@@ -34,6 +39,7 @@ class PeerLane:
         self.torch = torch
         self.device = torch.device("cpu" if gpu is None else "cuda")
         self.inputs: Inputs
+        self.table: Any
         self.step: Callable[[int], object]
 
     def take_inputs(self, inputs: Inputs) -> None:
@@ -56,7 +62,8 @@ class PeerLane:
 
     def close(self) -> None:
         """Let the memory go."""
-        del self.step, self.arrays
+        del self.table, self.step, self.arrays
+        gc.collect()
         if self.gpu is not None:
             self.gpu.release()
 

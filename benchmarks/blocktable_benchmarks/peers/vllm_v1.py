@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,18 +44,27 @@ class VllmV1Lane(PeerLane):
             [(int(self.place[row]), ids) for row, ids in turn.requests] if workload.num_appended else []
             for turn in inputs.turns
         ]
-        self.step = self._whole_step
+        self.step = self._make_step()
         self.launches_per_step = 2 * groups + 1
 
-    def _whole_step(self, turn: int) -> None:
-        self.append(turn)
-        workload, table = self.inputs.workload, self.table
-        table.commit_block_table(workload.num_reqs)
-        table.compute_slot_mapping(workload.num_reqs, self.arrays[1], self.arrays[2])
-        if workload.rolls_back:  # there is no call for it: the counts are set back, the ids stay
-            rows = [row for row, _ in self.requests[turn % len(self.requests)]]
-            for part in table.block_tables:
+    def _make_step(self) -> Callable[[int], None]:
+        workload, table, requests = self.inputs.workload, self.table, self.requests
+        append_row, num_turns, num_reqs = table.append_row, len(requests), workload.num_reqs
+        _, query_start_loc, positions = self.arrays
+
+        def whole_step(turn: int) -> None:
+            for row, ids in requests[turn % num_turns]:
+                append_row(ids, row)
+            table.commit_block_table(num_reqs)
+            table.compute_slot_mapping(num_reqs, query_start_loc, positions)
+
+        def rolled_back_step(turn: int) -> None:
+            whole_step(turn)
+            rows = [row for row, _ in requests[turn % num_turns]]
+            for part in table.block_tables:  # there is no call for it: the counts are set back, the ids stay
                 part.num_blocks_per_row[rows] = workload.filled
+
+        return rolled_back_step if workload.rolls_back else whole_step
 
     def append(self, turn: int) -> None:
         """Append what that turn appends, on the host alone."""

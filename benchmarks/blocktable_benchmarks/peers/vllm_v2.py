@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
-from blocktable_benchmarks.peers.base import PeerLane, construct
+from blocktable_benchmarks.peers.base import Impossible, PeerLane, construct
 from blocktable_benchmarks.workloads import Inputs
+
+MAX_GRID_Y = 65535
 
 
 class VllmV2Lane(PeerLane):
@@ -18,6 +21,8 @@ class VllmV2Lane(PeerLane):
         """Make the table and fill its rows."""
         module: Any = importlib.import_module("vllm.v1.worker.gpu.block_table")
         workload, groups = inputs.workload, inputs.workload.num_groups
+        if workload.num_reqs >= MAX_GRID_Y:
+            raise Impossible(f"its grid's second dimension holds num_reqs + 1, which must be at most {MAX_GRID_Y}")
         self.take_inputs(inputs)
         self.table = construct(
             module.BlockTables,
@@ -35,17 +40,31 @@ class VllmV2Lane(PeerLane):
             self.table.append_block_ids(row, self.first_ids(row), True)
         self.table.apply_staged_writes()
         self.requests = [turn.requests if workload.num_appended else [] for turn in inputs.turns]
-        self.step = self._whole_step
+        self.step = self._make_step()
 
-    def _whole_step(self, turn: int) -> None:
-        self.append(turn)
-        workload, table = self.inputs.workload, self.table
+    def _make_step(self) -> Callable[[int], None]:
+        workload, table, requests = self.inputs.workload, self.table, self.requests
+        append, num_turns, num_reqs, num_tokens = (
+            table.append_block_ids,
+            len(requests),
+            workload.num_reqs,
+            workload.num_tokens,
+        )
         idx_mapping, query_start_loc, positions = self.arrays
-        table.apply_staged_writes()
-        table.gather_block_tables(idx_mapping, workload.num_reqs)
-        table.compute_slot_mappings(idx_mapping, query_start_loc, positions, workload.num_tokens)
-        if workload.rolls_back:  # there is no call for it: the counts are set back, the ids stay
-            table.num_blocks.np[:, [row for row, _ in self.requests[turn % len(self.requests)]]] = workload.filled
+
+        def whole_step(turn: int) -> None:
+            for row, ids in requests[turn % num_turns]:
+                append(row, ids, False)
+            table.apply_staged_writes()
+            table.gather_block_tables(idx_mapping, num_reqs)
+            table.compute_slot_mappings(idx_mapping, query_start_loc, positions, num_tokens)
+
+        def rolled_back_step(turn: int) -> None:
+            whole_step(turn)
+            rows = [row for row, _ in requests[turn % num_turns]]
+            table.num_blocks.np[:, rows] = workload.filled  # there is no call for it: the ids stay
+
+        return rolled_back_step if workload.rolls_back else whole_step
 
     def append(self, turn: int) -> None:
         """Append what that turn appends, on the host alone."""

@@ -1,0 +1,404 @@
+"""`blocktable bench`: inputs, the check before the clock starts, records, tables; no figure is looked at."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import blocktable as bt
+from blocktable_benchmarks import worker as worker_module
+from blocktable_benchmarks.__main__ import main, make_lanes, parse
+from blocktable_benchmarks.agreement import WrongResult, check_slots, check_steps
+from blocktable_benchmarks.host_profile import profile_host
+from blocktable_benchmarks.peers import find_peers
+from blocktable_benchmarks.render import as_markdown, as_text, fill_page
+from blocktable_benchmarks.runner import Lane, Results, run_lane
+from blocktable_benchmarks.table_lane import TableLane
+from blocktable_benchmarks.tables import Table, make_tables
+from blocktable_benchmarks.timing import gpu_step_time, steps_before_wait
+from blocktable_benchmarks.worker import SECTIONS, Worker
+from blocktable_benchmarks.workloads import (
+    SWEEPS,
+    Workload,
+    bandwidth_workloads,
+    make_inputs,
+    shrink,
+    slot_workloads,
+    step_workloads,
+    sweep_workload,
+)
+
+SMALL = [shrink(workload) for workload in (*step_workloads(), *slot_workloads())]
+
+
+class FakeGpu:
+    """Runs everything at once, in the host's memory; its clock is the host's."""
+
+    def __init__(self) -> None:
+        self.is_held = True
+
+    def array(self, host: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return host.copy()
+
+    def empty(self, entries: int) -> Any:
+        class Entries:
+            def random_(self) -> None: ...
+            def copy_(self, other: Any) -> None: ...
+
+        return Entries()
+
+    def synchronize(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def hold(self, microseconds: float) -> None: ...
+
+    def event(self) -> Any:
+        gpu = self
+
+        class Event:
+            def __init__(self) -> None:
+                self.time = time.perf_counter()
+
+            def query(self) -> bool:
+                return not gpu.is_held
+
+            def elapsed_time(self, end: "Event") -> float:
+                return (end.time - self.time) * 1e3
+
+        return Event()
+
+    def capture(self, call: Callable[[], object], times: int) -> Any:
+        class Graph:
+            def replay(self) -> None:
+                for _ in range(times):
+                    call()
+
+        return Graph()
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def num_allocations(self) -> int:
+        return 0
+
+    def launched(self, call: Callable[[], object]) -> dict[str, int]:
+        call()
+        return {"step_batch": 1}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Make the numpy backend's lane believe in a GPU."""
+    fake = FakeGpu()
+    plain = TableLane.__init__
+
+    def with_gpu(self: TableLane, name: str, gpu: Any, **options: Any) -> None:
+        plain(self, name, gpu, **options)
+        self.gpu = gpu
+
+    monkeypatch.setattr(TableLane, "__init__", with_gpu)
+    return fake
+
+
+def make_worker(records: list[dict[str, Any]], **changes: Any) -> Worker:
+    plan = {
+        "kind": "backend",
+        "name": "numpy",
+        "sections": list(SECTIONS),
+        "is_quick": True,
+        "seconds": 100,
+        "sweep_seconds": 100,
+        **changes,
+    }
+    return Worker(plan, lambda section, key, **content: records.append({"section": section, "key": key, **content}))
+
+
+def results_of(records: list[dict[str, Any]], name: str = "numpy", kind: str = "backend") -> Results:
+    results = Results("blocktable bench", None)
+    lane = Lane(name, {"kind": kind, "is_quick": False})
+    results.begin(lane)
+    for record in records:
+        results.take(lane, record)
+    return results
+
+
+# Inputs.
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.name)
+def test_inputs_are_the_same_every_time_and_fit_the_table(workload: Workload) -> None:
+    first, second = make_inputs(workload), make_inputs(workload)
+    assert (first.positions == second.positions).all()
+    assert sorted(first.idx_mapping.tolist()) == list(range(workload.num_reqs))
+    assert first.query_start_loc[-1] == first.positions.size == workload.num_tokens
+    assert first.positions.min() >= 0
+    assert first.positions.max() < workload.filled * workload.block_size * workload.world_size
+    rows = [row for turn in first.turns for row in turn.rows.tolist()]
+    assert len(set(rows)) == len(rows)  # the turns come round to a row once
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.name)
+def test_both_forms_of_a_turn_say_the_same(workload: Workload) -> None:
+    for turn in make_inputs(workload).turns:
+        assert [row for row, _ in turn.requests] == turn.rows.tolist()
+        for group, ids in enumerate(turn.ids):
+            assert [blocks[group] for _, blocks in turn.requests] == [[block_id] for block_id in ids.tolist()]
+
+
+def test_all_workloads_have_names_of_their_own_and_a_possible_table() -> None:
+    workloads = [*step_workloads(), *slot_workloads(), *bandwidth_workloads()]
+    workloads += [sweep_workload(axis, changes) for axis, points in SWEEPS.items() for _, changes in points]
+    for workload in workloads:
+        assert workload.config().capacity(0) >= workload.filled
+        assert workload.max_steps > 20
+    names = [workload.name for workload in step_workloads()]
+    assert len(set(names)) == len(names)
+
+
+def test_a_sweep_has_at_most_six_points_an_axis() -> None:
+    assert max(len(points) for points in SWEEPS.values()) <= 6
+
+
+# The check before the clock.
+
+
+@pytest.mark.parametrize("takes_lists", [False, True])
+@pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.name)
+def test_the_numpy_lane_agrees_with_itself(workload: Workload, takes_lists: bool) -> None:
+    lane, inputs = TableLane("numpy", None, takes_lists=takes_lists), make_inputs(workload)
+    lane.open(inputs)
+    assert check_steps(lane, inputs, is_peer=False) == []
+    lane.rewind()
+    assert (lane.table.num_blocks_per_row[:, : workload.num_reqs] == workload.filled).all()
+
+
+def test_one_wrong_slot_is_named() -> None:
+    lane, inputs = TableLane("numpy", None), make_inputs(SMALL[0])
+    lane.open(inputs)
+    lane.slots = lambda: [slots + (np.arange(slots.size) == 3) for slots in TableLane.slots(lane)]  # type: ignore[method-assign]
+    with pytest.raises(WrongResult, match=r"1 of 64 slots differ; the first is token 3"):
+        check_slots(lane, inputs)
+
+
+def test_an_entry_behind_a_row_is_a_note_for_a_peer_and_wrong_for_a_backend() -> None:
+    inputs = make_inputs(SMALL[0])
+    for is_peer in (True, False):
+        lane = TableLane("numpy", None)
+        lane.open(inputs)
+
+        def stale(lane: TableLane = lane) -> list[Any]:
+            tables = TableLane.tables(lane)
+            tables[0][0, -1] = 7
+            return tables
+
+        lane.tables = stale  # type: ignore[method-assign]
+        if is_peer:
+            assert check_steps(lane, inputs, is_peer=True) == [
+                "group 0: 1 entries behind filled columns are not NULL (R5)"
+            ]
+        else:
+            with pytest.raises(WrongResult, match="column 63"):
+                check_steps(lane, inputs, is_peer=False)
+
+
+# Records.
+
+
+def test_every_section_runs_and_makes_a_table(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [shrink(workload) for workload in bandwidth_workloads()]
+    monkeypatch.setattr(worker_module, "bandwidth_workloads", lambda: small)
+    records: list[dict[str, Any]] = []
+    worker = make_worker(records, sections=[section for section in SECTIONS if section != "machine"])
+    worker.gpu = gpu  # type: ignore[assignment]
+    worker.run()
+    worker.is_quick = False
+    worker._bandwidth()
+    assert not [record for record in records if "error" in record or "not_run" in record]
+    titles = " ".join(table.title for table in make_tables(results_of(records).data))
+    for word in ("machine", "took part", "DCP 4", "slot kernel alone", "16,777,216", "Waits", "Scaling over width"):
+        assert word in titles
+
+
+def test_a_workload_that_fails_costs_its_own_record_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = check_steps
+
+    def break_one(lane: Any, inputs: Any, **options: Any) -> list[str]:
+        if inputs.workload.world_size > 1:
+            raise WrongResult("planted")
+        return plain(lane, inputs, **options)
+
+    monkeypatch.setattr(worker_module, "check_steps", break_one)
+    records: list[dict[str, Any]] = []
+    make_worker(records, sections=["steps"]).run()
+    failed = [record for record in records if "error" in record]
+    assert [record["error"] for record in failed] == ["WrongResult: planted"]
+    assert len(records) == 1 + len(step_workloads())
+    (error,) = results_of(records).data["errors"]
+    assert error["where"] == f"steps: {failed[0]['key']}"
+
+
+def test_what_the_time_is_over_for_is_recorded_as_not_run() -> None:
+    records: list[dict[str, Any]] = []
+    make_worker(records, sections=["steps"], seconds=-1).run()
+    assert all("not_run" in record for record in records[1:])
+    results = results_of(records).data
+    assert not results["errors"]
+    assert [table.title for table in make_tables(results)][-1] == "What was not run"
+
+
+def test_an_emulated_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bt.get_backend("numpy").__class__, "is_emulated", True, raising=False)
+    records: list[dict[str, Any]] = []
+    make_worker(records, is_quick=False, sections=["steps"]).run()
+    assert len(records) == 1
+    assert "mean nothing" in records[0]["value"]["absent"]
+
+
+def test_gpu_time_is_not_said_where_the_host_waits(gpu: FakeGpu) -> None:
+    gpu.is_held = False
+    lane = TableLane("numpy", None)
+    lane.open(make_inputs(SMALL[0]))
+    assert gpu_step_time(gpu, lane, 3, 10.0) is None  # type: ignore[arg-type]
+
+
+def test_a_step_that_waits_for_the_device_is_found(gpu: FakeGpu) -> None:
+    class Waits:
+        def step(self, turn: int) -> None:
+            if turn == 2:
+                time.sleep(0.006)
+
+        def rewind(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    assert steps_before_wait(gpu, Waits()) == 2  # type: ignore[arg-type]
+
+
+def test_a_process_that_dies_is_recorded() -> None:
+    results = Results("blocktable bench", None)
+    run_lane(Lane("broken", {"kind": "backend", "seconds": 10, "is_quick": True}), results, lambda text: None)
+    (error,) = results.data["errors"]
+    assert error["where"] == "process"
+
+
+# The command.
+
+
+def test_the_command_measures_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    words = ["--quick", "--backend", "numpy", "--no-peers", "--section", "slots", "--json", str(path)]
+    assert main(words) == 0
+    results = json.loads(path.read_text())
+    assert set(results["lanes"]["numpy"]["slots"]) == {workload.name for workload in slot_workloads()}
+    assert results["machine"]["numpy_scatter_us"] > 0
+    assert results["versions"]["blocktable"] == bt.__version__
+    printed = capsys.readouterr().out
+    assert "blocktable bench --quick --backend numpy" in printed
+    assert "nothing was timed" in printed
+
+
+def test_results_can_be_shown_again_and_fill_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records: list[dict[str, Any]] = []
+    make_worker(records, sections=["steps"]).run()
+    results = results_of(records)
+    results.path = tmp_path / "result.json"
+    results.write()
+    page = tmp_path / "page.md"
+    page.write_text(
+        "before\n<!-- bench: steps -->\nold\n<!-- bench end -->\nafter\n<!-- bench: sweep -->\n<!-- bench end -->\n"
+    )
+    assert main(["--from", str(results.path), "--fill", str(page)]) == 0
+    filled = page.read_text()
+    assert "old" not in filled
+    assert "| numpy |" in filled
+    assert "Not measured yet." in filled
+    assert main(["--from", str(results.path), "--fill", str(page)]) == 0
+    assert page.read_text() == filled
+    assert "numpy, from lists" in capsys.readouterr().out
+
+
+def test_a_page_without_places_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing")
+    with pytest.raises(bt.BlockTableError, match="bench: NAME"):
+        fill_page(page, [])
+
+
+def test_the_report_draws_steps_and_sweeps(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records: list[dict[str, Any]] = []
+    make_worker(records, sections=["steps", "sweep"]).run()
+    results = results_of(records)
+    results.path = tmp_path / "result.json"
+    results.write()
+    assert main(["--from", str(results.path), "--report", str(tmp_path / "report.html")]) == 0
+    report = (tmp_path / "report.html").read_text()
+    assert report.count("data:image/svg+xml;base64,") == 2
+    assert "http" not in report.replace("http://www.w3.org", "")
+
+
+def test_a_backend_that_is_asked_for_and_absent_is_a_failure(tmp_path: Path) -> None:
+    results = Results("blocktable bench", tmp_path / "result.json")
+    results.begin(lane := Lane("numpy", {"kind": "backend", "is_quick": True}))
+    results.take(lane, {"section": "lane", "key": "about", "value": {"absent": "no GPU"}})
+    assert main(["--from", str(results.path), "--backend", "numpy"]) == 1
+
+
+@pytest.mark.parametrize("words", [["--backend", "nosuch"], ["--from", "nosuch.json"], ["--peers", "nosuch"], ["--x"]])
+def test_a_wrong_call_is_refused_in_a_sentence(words: list[str]) -> None:
+    with pytest.raises(bt.BlockTableError):
+        main(words)
+
+
+def test_ratios_are_those_to_the_best_peer() -> None:
+    def step(host_us: float) -> list[dict[str, Any]]:
+        value = {"host_us": host_us, "waited_us": 2 * host_us, "notes": [], "memory": {}}
+        return [{"section": "steps", "key": "a step", "value": value}]
+
+    results = results_of(step(10.0)).data
+    for name, time_us in (("slow", 100.0), ("fast", 45.0)):
+        results["lanes"].update(results_of(step(time_us), name, "peer").data["lanes"])
+    (table,) = [table for table in make_tables(results) if table.name == "steps"]
+    assert [row[-2] for row in table.rows] == ["4.5x", "0.5x", "1.0x"]
+
+
+# Peers.
+
+
+def test_peers_are_found_in_a_folder(tmp_path: Path) -> None:
+    for version in ("0.33.0", "0.4.1"):
+        (tmp_path / f"vllm-{version}" / "vllm").mkdir(parents=True)
+    names = [peer.name for peer in find_peers(str(tmp_path))]
+    assert names == ["vLLM 0.4.1 V1", "vLLM 0.33.0 V1", "vLLM 0.4.1 V2", "vLLM 0.33.0 V2"]
+    lanes = make_lanes(parse(["--backend", "numpy", "--peers", str(tmp_path)]))
+    assert [lane.name for lane in lanes] == ["machine", "numpy", *names]
+    assert lanes[2].path == str(tmp_path / "vllm-0.4.1")
+
+
+def test_a_peer_needs_a_gpu_or_says_so() -> None:
+    records: list[dict[str, Any]] = []
+    worker = make_worker(records, kind="peer", table="V2", sections=["steps"])
+    worker.gpu = None
+    worker.run()
+    assert records[0]["value"] == {"absent": "vLLM's V2 table needs a GPU"}
+
+
+# Rendering, and the profile.
+
+
+def test_both_renderings_hold_every_cell() -> None:
+    table = Table("t", "A title", ["", "one", "two"], [["first", "1.0", "2"], ["second", "-", "3"]])
+    assert as_text(table).splitlines()[-1].split() == ["second", "-", "3"]
+    assert "| first | 1.0 | 2 |" in as_markdown(table)
+
+
+def test_the_profile_names_what_a_step_calls_and_leaves_the_classes_as_they_were() -> None:
+    before = vars(bt.BlockTable)["step"]
+    table = profile_host("numpy", SMALL[0])
+    assert {"BlockTable.step", "BlockTable.append_rows"} <= {row[0] for row in table.rows}
+    assert vars(bt.BlockTable)["step"] is before
