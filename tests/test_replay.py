@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from blocktable.replay import synthetic
 from blocktable.replay.lane import Lane
 from blocktable.replay.options import ReplayOptions
 from blocktable.replay.plan import Counters
-from blocktable.replay.progress import PlainProgress, SilentProgress
+from blocktable.replay.progress import PlainProgress, RichProgress, SilentProgress, make_progress
 from blocktable.replay.readers import read_trace
 from blocktable.replay.result import ReplayResult
 from blocktable.replay.run import Replay, unfit_requests
@@ -249,6 +250,30 @@ def test_a_broken_backend_is_found(
     assert int(wrong.replace(",", "")) > 0
 
 
+def test_a_sleep_that_nobody_noticed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R24."""
+    options = ReplayOptions(max_model_len=2048, sleep_every=9)
+    assert replay(trace_of(20), options)[0].num_mismatches == 0
+    monkeypatch.setattr(bt.BlockTable, "invalidate", lambda table: None)
+    assert replay(trace_of(20), options)[0].num_mismatches > 0
+
+
+def test_an_interrupted_replay_still_says_what_it_saw(
+    csv: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = 0
+
+    def interrupt(self: Lane, *arguments: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lane, "compare", interrupt)
+    assert cli.main(["replay", csv, "--quiet"]) == cli.INTERRUPTED
+    assert "ended after 5 steps, before it was over" in capsys.readouterr().out
+
+
 def test_a_backend_that_raises_is_named(csv: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", csv, "--backend", f"{__name__}:Raises"]) == cli.USAGE_ERROR
     said = capsys.readouterr().err
@@ -304,6 +329,26 @@ def test_unfit_requests_name_the_group() -> None:
     totals = trace.input_lengths + trace.output_lengths
     assert sorted(wrong) == np.flatnonzero(-(-totals // 16) > 39).tolist()
     assert all("of group 0, whose cache has 39" in reason for reason in wrong.values())
+
+
+def test_a_bar_where_rich_and_a_terminal_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich", reason="the bar needs the extra `report`")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert isinstance(make_progress(10, "requests", is_quiet=True), SilentProgress)
+    for total in (100, None):  # of a recording nobody knows how long it is
+        progress = make_progress(total, "requests", is_quiet=False)
+        assert isinstance(progress, RichProgress)
+        monkeypatch.setattr(RichProgress, "REFRESH_S", 0.0)
+        for step in range(64, 1280, 64):
+            progress.update(step, step // 64, 2)
+        progress.close()
+        said = capsys.readouterr().err
+        for part in ("19/100" if total else "19/?", "1216 steps", "steps/s", "2 mismatches"):
+            assert part in said
 
 
 def test_plain_progress_is_seldom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from blocktable.cli import UsageError, say
+from blocktable.cli import INTERRUPTED, UsageError, say
 from blocktable.config import BlockTableConfig
 from blocktable.registry import get_backend
 from blocktable.replay.arguments import command_line, given_options, make_parser
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         _write(arguments.json, json.dumps(summary, indent=2) + "\n")
     if write_page is not None:
         _write(arguments.report, write_page(summary, result))
-    return MISMATCHES if result.num_mismatches else 0
+    return MISMATCHES if result.num_mismatches else INTERRUPTED if result.was_interrupted else 0
 
 
 def _exercise_in_words() -> str:

@@ -13,13 +13,16 @@ import numpy as np
 from blocktable.config import BlockTableConfig
 from blocktable.constants import PAD_SLOT_ID
 from blocktable.errors import BlockTableError
-from blocktable.protocols import Backend, IntArray, StepBuffers
+from blocktable.protocols import Backend, IntArray, StepBuffers, Writes
 from blocktable.replay.checker import BatchNames, ExpectedStep, compare_block_table, compare_slots
 from blocktable.replay.digest import chain_digests, output_digest
 from blocktable.replay.result import Findings
 from blocktable.table import BlockTable
 
 T = TypeVar("T")
+
+LOST = 1
+"""What memory holds after a sleep: wrong, but no count that leads a kernel outside of its arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,17 @@ class Lane:
         result = self._timed(name, lambda: method(*values))
         if name == "create_buffers":
             self._sets.append(result)
+
+    def lose_memory(self) -> None:
+        """Fill the device's rows and counts with rubbish, as if its memory had been released and mapped again.
+
+        Costs no time of a step. `invalidate` and a commit must follow.
+        """
+        arena = self.table.config.arena
+        lost = np.full(arena.size, LOST, np.int32)
+        writes = Writes(arena, np.zeros(1, np.int64), np.array([arena.size], np.int32), lost)
+        self._guard("write", lambda: self.table.store.write(writes, stream=None))
+        self._guard("synchronize", lambda: self.backend.synchronize(self.device))
 
     def run(self, name: str, target: Target) -> Outputs:
         """Do one call that puts something out, and fetch it."""

@@ -91,7 +91,7 @@ class Player:
                     self.result.is_whole = False
                     break
         except KeyboardInterrupt:
-            self.result.is_whole = False
+            self.result.is_whole, self.result.was_interrupted = False, True
         self.result.wall_s = time.perf_counter() - begin
         self._count()
         return self.result

@@ -82,14 +82,18 @@ class BlockPool:
         given = blocks[blocks != NULL_BLOCK_ID]
         np.subtract.at(self.references, given, 1)
         unheld = given[self.references[given] == 0]
+        order = np.arange(unheld.size)
+        self._places[unheld] = order
+        unheld = unheld[self._places[unheld] == order]  # once each: one that stands here twice, where it stands last
         if self._tail + unheld.size > self._queue.size:
+            self._places[unheld] = NOT_QUEUED
             self._compact()
-        places = np.arange(self._tail, self._tail + unheld.size)
-        self._queue[self._tail : self._tail + unheld.size] = unheld
-        self._places[unheld] = places  # of a block that stands here twice the last place counts, the first is stale
-        self.num_free += int(np.count_nonzero(self._places[unheld] == places))
+        end = self._tail + unheld.size
+        self._queue[self._tail : end] = unheld
+        self._places[unheld] = np.arange(self._tail, end)
+        self.num_free += unheld.size
         self.owners[unheld] = NO_OWNER
-        self._tail += unheld.size
+        self._tail = end
 
     def lookup(self, keys: IntArray) -> IntArray:
         """Return the block that holds each key's tokens, [n] int32; NULL where none does."""

@@ -166,6 +166,8 @@ def _shown(text: str) -> str:
 
 
 def _fields(text: str) -> list[str]:
+    if '"' not in text:
+        return text.split(",")
     try:
         return next(csv.reader([text], strict=True), [])
     except csv.Error as error:

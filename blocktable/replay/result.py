@@ -69,6 +69,7 @@ class ReplayResult:
         counters: what happened, by name.
         notes: sentences for the user.
         wall_s: seconds that it took.
+        was_interrupted: whether the user ended it.
         is_whole: False where a limit or the user ended it early.
     """
 
@@ -81,6 +82,7 @@ class ReplayResult:
     counters: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     wall_s: float = 0.0
+    was_interrupted: bool = False
     is_whole: bool = True
 
     @property

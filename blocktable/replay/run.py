@@ -89,9 +89,9 @@ class Replay:
             while (plan := self._next_plan(max_steps)) is not None:
                 self._step(plan)
                 progress.update(counters.steps, counters.requests, self.result.num_mismatches)
-        except KeyboardInterrupt:
-            self.result.is_whole = False
-        self._audit()
+            self._audit()
+        except KeyboardInterrupt:  # perhaps in the middle of a step, whose books do not add up
+            self.result.is_whole, self.result.was_interrupted = False, True
         self.result.counters = dict(counters.items())
         self.result.wall_s = time.perf_counter() - begin
         return self.result
@@ -109,6 +109,8 @@ class Replay:
         target = Target(inputs, plan.num_reqs_padded, plan.num_tokens_padded)
         for lane in self.result.lanes:
             for name, arguments in plan.operations:
+                if name == "invalidate":
+                    lane.lose_memory()
                 lane.operate(name, arguments)
             outputs = lane.run("step", target)
             lane.compare(number, expected, names, outputs)
