@@ -31,6 +31,7 @@ from blocktable_cupy.kernels import (
     launch_gather_block_tables,
     launch_null_stale_columns,
     launch_scatter_writes,
+    module_options,
 )
 
 
@@ -73,13 +74,13 @@ class CupyBlockStore:
         self.arena = device.full(config.arena.size, NULL_BLOCK_ID, "int32")
         self.groups = device.upload(config.group_fields())
         self.arena_address, self.groups_address = device.address(self.arena), device.address(self.groups)
+        options = module_options(config)
         self._scatter, self._null_stale, self._gather = (
-            device.kernel(name, config.slot_dtype)
-            for name in ("scatter_writes", "null_stale_columns", "gather_block_tables")
+            device.kernel(name, options) for name in ("scatter_writes", "null_stale_columns", "gather_block_tables")
         )
         self._fused_kernels = {
-            name: device.kernel(name, config.slot_dtype)
-            for name in (*(name for name, _ in APPLY_KERNELS), "step_batch")
+            name: device.kernel(name, options)
+            for name in (*(name for name, _ in APPLY_KERNELS), "step_batch", "step_batch_long")
         }
         self._steady_entries = steady_entries(config)
         slots = [device.staging_slot(self._steady_entries) for _ in range(config.steps_in_flight)]

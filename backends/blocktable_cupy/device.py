@@ -12,8 +12,6 @@ from blocktable import ArgumentError, BlockTableError, address_of
 from blocktable_cupy.emulation import EmulatedKernel, build_library, kernel_source
 from blocktable_cupy.fused_step import GraphRunner, HostRunner
 
-SLOT_TYPES = {"int64": "long long", "int32": "int"}
-
 
 class StagingSlot:
     """Host memory that one commit's or one step's inputs travel in.
@@ -61,8 +59,8 @@ class HostDevice:
     def synchronize(self) -> None:
         """Everything is done."""
 
-    def kernel(self, name: str, slot_dtype: str) -> Any:
-        return EmulatedKernel(build_library(SLOT_TYPES[slot_dtype]), name)
+    def kernel(self, name: str, options: tuple[str, ...] = ()) -> Any:
+        return EmulatedKernel(build_library(options), name)
 
     def address(self, array: Any) -> int:
         return int(array.ctypes.data) if isinstance(array, np.ndarray) else address_of(array)
@@ -146,9 +144,9 @@ class CupyDevice:
     def synchronize(self) -> None:
         self._device.synchronize()
 
-    def kernel(self, name: str, slot_dtype: str) -> Any:
+    def kernel(self, name: str, options: tuple[str, ...] = ()) -> Any:
         with self.current():
-            kernel = _module(self.index, slot_dtype).get_function(name)
+            kernel = _module(self.index, options).get_function(name)
             kernel.num_regs  # noqa: B018 - loads it now: CUDA would do so at the first launch, and wait for the device
             return kernel
 
@@ -216,10 +214,10 @@ def _external_stream(cuda: Any, handle: int) -> Any:
 
 
 @cache
-def _module(device: int, slot_dtype: str) -> Any:
+def _module(device: int, options: tuple[str, ...]) -> Any:
     import cupy
 
-    return cupy.RawModule(code=kernel_source(), options=("-std=c++17", f"-DSLOT_T={SLOT_TYPES[slot_dtype]}"))
+    return cupy.RawModule(code=kernel_source(), options=("-std=c++17", *(f"-D{option}" for option in options)))
 
 
 def compiled_modules() -> int:
@@ -252,7 +250,7 @@ def mapped_memory_works(device: int) -> bool:
     slot, target = gpu.staging_slot(8), gpu.full(1, 0, "int32")
     # Only the value is in the memory under suspicion: an offset from there might be anything.
     offset, starts = gpu.upload(np.zeros(1, np.int64)), gpu.upload(np.array([0, 1], np.int32))
-    scatter = gpu.kernel("scatter_writes", "int64")
+    scatter = gpu.kernel("scatter_writes")
     arguments = (offset, starts, np.uint64(slot.address), np.int32(1), np.int32(1), target)
     for value in (1, 2):
         slot.host[0] = value

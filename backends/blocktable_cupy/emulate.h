@@ -11,6 +11,16 @@
 #define __restrict__
 #define __grid_constant__
 
+#define __ffsll __builtin_ffsll
+
+struct int4 {
+  int x, y, z, w;
+};
+struct longlong2 {
+  long long x, y;
+};
+static inline longlong2 make_longlong2(long long x, long long y) { return {x, y}; }
+
 struct Index3 {
   unsigned x, y, z;
 };

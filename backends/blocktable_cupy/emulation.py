@@ -39,12 +39,13 @@ def kernel_source() -> str:
 
 
 @cache
-def build_library(slot_type: str) -> ctypes.CDLL:
-    """Compile kernels.cu for the host, once for each source and slot type, and load it."""
+def build_library(options: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile kernels.cu for the host, once for each source and set of macros, and load it."""
     source = kernel_source()
     shim = files("blocktable_cupy").joinpath("emulate.h").read_text()
     entries = "\n".join(f"EMULATE({name})" for name in KERNEL_NAME.findall(source))
-    text = f"#define SLOT_T {slot_type}\n{shim}\n{source}\n{entries}\n"
+    macros = "\n".join("#define " + option.replace("=", " ", 1) for option in options)
+    text = f"{macros}\n{shim}\n{source}\n{entries}\n"
     # A folder of this user's own: nobody else can put a library there.
     folder = Path(tempfile.gettempdir()) / f"blocktable-cupy-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

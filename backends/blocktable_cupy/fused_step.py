@@ -20,15 +20,15 @@ SMALL = APPLY_KERNELS[0][1]
 HEADER, NULLS = 5, 4
 """Counts before packed changes, and which of them counts the entries of NULL ranges."""
 
-BLOCK = 256
-TEAM = 64
-"""Threads that gather one row together."""
+BLOCK = 128
+TEAM = 32
+"""Threads that gather one row together, as in kernels.cu."""
 MAX_GATHER_BLOCKS = 8192
 MAX_APPLY_BLOCKS = 64
 INT32_LIMIT = 2**31
 
 APPLY_LAYOUT = "QiiqQ"  # arena, num_groups, max_num_reqs, arena_size, batch
-STEP_LAYOUT = "QQQQiiiiQiQqQQiii?"  # step_batch's arguments, in order
+STEP_LAYOUT = "QQQQiiiiQiQqQQiii"  # step_batch's arguments, in order
 
 
 class Arguments:
@@ -57,23 +57,23 @@ class Arguments:
 class HostRunner:
     """Runs the two kernels of the emulation, one after the other."""
 
-    def __init__(self, kernels: dict[str, Any], apply: Sequence[int], step: Sequence[int]) -> None:
-        self._kernels, self._apply, self._step = kernels, apply, step
+    def __init__(self, kernels: dict[str, Any], step_kernel: str, apply: Sequence[int], step: Sequence[int]) -> None:
+        self._kernels, self._step_kernel, self._apply, self._step = kernels, step_kernel, apply, step
 
     def run(self, apply_kernel: str, apply_blocks: int, step_blocks: int, is_new: bool, stream: Any) -> None:
         """Run apply_changes and step_batch."""
         self._kernels[apply_kernel].launch((apply_blocks, 1), BLOCK, self._apply)
-        self._kernels["step_batch"].launch((step_blocks, 1), BLOCK, self._step)
+        self._kernels[self._step_kernel].launch((step_blocks, 1), BLOCK, self._step)
 
 
 class GraphRunner:
     """Launches the two kernels as one graph, whose nodes take new parameters each time."""
 
-    def __init__(self, kernels: dict[str, Any], apply: Sequence[int], step: Sequence[int]) -> None:
+    def __init__(self, kernels: dict[str, Any], step_kernel: str, apply: Sequence[int], step: Sequence[int]) -> None:
         self._functions = {name: kernel.kernel.ptr for name, kernel in kernels.items()}
         self._present = (APPLY_KERNELS[0][0], 1)
         self._apply = KernelNode(self._functions[self._present[0]], apply, BLOCK)
-        self._step = KernelNode(self._functions["step_batch"], step, BLOCK)
+        self._step = KernelNode(self._functions[step_kernel], step, BLOCK)
         self._graph = StepGraph((self._apply, self._step))
 
     def run(self, apply_kernel: str, apply_blocks: int, step_blocks: int, is_new: bool, stream: Any) -> None:
@@ -124,10 +124,11 @@ class FusedStep:
         self._step = Arguments(STEP_LAYOUT)
         self._fixed = (config.max_num_reqs, groups, num_groups, arena, config.arena.size, batch, slots)
         self._num_slots = config.max_num_batched_tokens
-        self._is_long = is_long_launch(self._num_slots * num_groups, tile)
-        self._slot_blocks = num_groups * -(-self._num_slots // (BLOCK * tokens_per_thread(self._is_long)))
+        is_long = is_long_launch(self._num_slots * num_groups, tile)
+        self._slot_blocks = -(-self._num_slots // (BLOCK * tokens_per_thread(is_long)))
         self._num_groups = num_groups
-        self._runner = runner(kernels, [self._changes.ctypes.data, *apply.addresses], self._step.addresses)
+        step_kernel = "step_batch_long" if is_long else "step_batch"
+        self._runner = runner(kernels, step_kernel, [self._changes.ctypes.data, *apply.addresses], self._step.addresses)
         self._address = address
         self._ask: list[Callable[[], int]] = []
         self._addresses: list[int] = []
@@ -162,8 +163,8 @@ class FusedStep:
         pairs = max(batch.num_reqs_padded, 1) * self._num_groups
         gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
         sizes = (batch.num_reqs, batch.num_reqs_padded, batch.num_positions)
-        self._step.set(*self._addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, TEAM, self._is_long)
-        self._step_blocks = gather_blocks + self._slot_blocks
+        self._step.set(*self._addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, self._slot_blocks)
+        self._step_blocks = gather_blocks + self._slot_blocks * self._num_groups
         self.batch = batch
 
     def _asker(self, array: Any) -> Callable[[], int]:

@@ -10,6 +10,24 @@
 #define SLOT_T long long  // int where slot_dtype is int32
 #endif
 
+// What the table's groups need. A launch of a few microseconds is half instruction fetches: what no group needs is left
+// out when the module is compiled.
+#ifndef HAS_SHARDS
+#define HAS_SHARDS 1  // a group is sharded over context-parallel ranks
+#endif
+#ifndef HAS_MODES
+#define HAS_MODES 1  // a group's slot_mode is "ring" or "none"
+#endif
+#ifndef HAS_NULL_PADS
+#define HAS_NULL_PADS 1  // a group's null_is_pad is set
+#endif
+#ifndef HAS_WINDOWS
+#define HAS_WINDOWS 1  // a group has a sliding window
+#endif
+#ifndef HAS_ODD_SIZES
+#define HAS_ODD_SIZES 1  // a group's tokens_per_column is no power of two
+#endif
+
 typedef long long int64;
 
 static const int PAD_SLOT_ID = -1;
@@ -35,6 +53,12 @@ struct Group {
 static __device__ __forceinline__ int64 divide(int64 a, int64 b) {
   if (((a | b) >> 32) == 0) return (int64)((unsigned)a / (unsigned)b);
   return a / b;
+}
+
+// The column that a token lies in.
+static __device__ __forceinline__ int64 column_of(int64 local, int64 tokens_per_column) {
+  if (HAS_ODD_SIZES) return divide(local, tokens_per_column);
+  return local >> (__ffsll(tokens_per_column) - 1);
 }
 
 // How many of the first `tokens` tokens this rank holds (R19).
@@ -106,27 +130,37 @@ extern "C" __global__ void null_stale_columns(
   }
 }
 
-// Write the columns that one batch row's row fills, by threads first_thread, first_thread + num_threads, ...
+// Write the columns that one batch row's row fills, by `num_threads` threads of which this is number `thread`.
 static __device__ __forceinline__ int gather_row(
-    const int* idx_mapping, const int* num_computed_tokens, int num_reqs, int max_num_reqs, const Group& group, int g,
-    const int* arena, int* batch, int i, int first_thread, int num_threads
+    const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens, int num_reqs, int max_num_reqs,
+    const Group* __restrict__ groups, int g, const int* __restrict__ arena, int* __restrict__ batch, int i, int thread,
+    int num_threads
 ) {
+  int64 table_start = groups[g].table_start, width = groups[g].width;
   // step 2: how many columns its row fills
   int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
   int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
   // step 3: how many of them the window has left behind
   int64 first = 0;
-  if (num_computed_tokens && group.sliding_window && i < num_reqs) {
-    first = num_computed_tokens[i] - group.sliding_window + 1;
+  if (HAS_WINDOWS && num_computed_tokens && groups[g].sliding_window && i < num_reqs) {
+    first = num_computed_tokens[i] - groups[g].sliding_window + 1;
     first = first < 0 ? 0 : first;
-    if (group.world_size > 1) first = local_length(group, first);
-    first /= group.tokens_per_column;
+    if (HAS_SHARDS && groups[g].world_size > 1) first = local_length(groups[g], first);
+    first /= groups[g].tokens_per_column;
   }
   // step 4: store the columns in use, NULL before them
-  const int* table_row = arena + group.table_start + (row < 0 ? 0 : row) * group.width;
-  int* batch_row = batch + group.table_start + i * group.width;
-  for (int column = first_thread; column < columns; column += num_threads)
-    batch_row[column] = column < first ? NULL_BLOCK_ID : table_row[column];
+  const int* table_row = arena + table_start + (row < 0 ? 0 : row) * width;
+  int* batch_row = batch + table_start + i * width;
+  if (HAS_WINDOWS && first > 0) {
+    for (int column = thread; column < columns; column += num_threads)
+      batch_row[column] = column < first ? NULL_BLOCK_ID : table_row[column];
+    return columns;
+  }
+  int whole = width % 4 == 0 ? columns & ~3 : 0;  // groups begin at 128 bytes, so these rows at 16
+#pragma unroll 4
+  for (int column = 4 * thread; column < whole; column += 4 * num_threads)
+    *(int4*)(batch_row + column) = *(const int4*)(table_row + column);
+  for (int column = whole + thread; column < columns; column += num_threads) batch_row[column] = table_row[column];
   return columns;
 }
 
@@ -146,10 +180,9 @@ extern "C" __global__ void gather_block_tables(
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
   // step 1: which batch row and group
   for (int g = blockIdx.y; g < num_groups; g += gridDim.y) {
-    Group group = groups[g];
     for (int i = blockIdx.x; i < num_reqs_padded; i += gridDim.x) {
       int columns = gather_row(
-          idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, group, g, arena, batch, i, threadIdx.x, blockDim.x
+          idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, threadIdx.x, blockDim.x
       );
       // step 5: remember how many columns the batch row holds
       if (threadIdx.x == 0) batch[(int64)g * max_num_reqs + i] = columns;
@@ -167,7 +200,7 @@ static __device__ __forceinline__ int real_tokens(
 }
 
 // Request that a token belongs to, or -1, by bisection.
-static __device__ __forceinline__ int request_of(const int* query_start_loc, int num_reqs, int64 token) {
+static __device__ __forceinline__ int request_of(const int* query_start_loc, int num_reqs, int token) {
   int low = -1, high = num_reqs;
   while (high - low > 1) {
     int middle = low + (high - low) / 2;
@@ -179,13 +212,13 @@ static __device__ __forceinline__ int request_of(const int* query_start_loc, int
 
 // A token's index among this rank's tokens, or -1 where another rank owns it.
 static __device__ __forceinline__ int64 local_index(const Group& group, int64 columns, int64 position) {
-  if (group.world_size > 1) {
+  if (HAS_SHARDS && group.world_size > 1) {
     int64 turn = divide(position, group.interleave_size);
     int64 round_index = divide(turn, group.world_size);
     if (turn - round_index * group.world_size != group.rank) return -1;
     return round_index * group.interleave_size + (position - turn * group.interleave_size);
   }
-  if (group.slot_mode == SLOT_MODE_RING) {
+  if (HAS_MODES && group.slot_mode == SLOT_MODE_RING) {
     int64 ring = columns * group.tokens_per_column;
     return ring ? position - divide(position, ring) * ring : -1;
   }
@@ -194,37 +227,40 @@ static __device__ __forceinline__ int64 local_index(const Group& group, int64 co
 
 // Return the slot of one token. What can be loaded at once is: a small launch takes as long as its chain of loads.
 static __device__ __forceinline__ int64 map_token(
-    const int* idx_mapping, const int* query_start_loc, const int64* positions, int num_reqs, int num_positions,
-    int max_num_reqs, const Group& group, int g, const int* arena, int num_slots, int64 token
+    const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
+    int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int g,
+    const int* __restrict__ arena, int num_slots, int token
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
+  int64 table_start = groups[g].table_start, width = groups[g].width, tokens_per_column = groups[g].tokens_per_column;
   // The request is the token's own index in decode, and the first one in a prefill of one request.
-  int guess = token < num_reqs ? (int)token : 0;
-  bool is_guess = num_reqs > 0;
-  int row = -1;
-  if (is_guess) {
-    is_guess = query_start_loc[guess] <= token && token < query_start_loc[guess + 1];
-    row = row_of(idx_mapping, guess, num_reqs, max_num_reqs);
+  int request = token < num_reqs ? token : 0;
+  int start = 0, end = 0, row = -1;
+  if (num_reqs > 0) {
+    start = query_start_loc[request];
+    end = query_start_loc[request + 1];
+    row = row_of(idx_mapping, request, num_reqs, max_num_reqs);
   }
   int64 position = token < num_positions ? positions[token] : -1;
   // step 2: PAD behind the last real token
-  if (token >= num_tokens || group.slot_mode == SLOT_MODE_NONE) return PAD_SLOT_ID;
+  if (token >= num_tokens || (HAS_MODES && groups[g].slot_mode == SLOT_MODE_NONE)) return PAD_SLOT_ID;
   // step 3: which request and row
-  if (!is_guess) {
-    int request = request_of(query_start_loc, num_reqs, token);
+  if (start > token || end <= token) {
+    request = request_of(query_start_loc, num_reqs, token);
     row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
   }
   if (row < 0 || position < 0) return PAD_SLOT_ID;
   int64 columns = arena[(int64)g * max_num_reqs + row];
   // step 4: whose token it is, and its index among this rank's tokens
-  int64 local = local_index(group, columns, position);
-  if (local < 0) return PAD_SLOT_ID;
+  int64 local = local_index(groups[g], columns, position);
+  if ((HAS_SHARDS || HAS_MODES) && local < 0) return PAD_SLOT_ID;
   // step 5: which column, and whether the row fills it
-  int64 column = divide(local, group.tokens_per_column);
+  int64 column = column_of(local, tokens_per_column);
   // step 6: which kernel block
-  int64 block_id = column < group.width ? arena[group.table_start + row * group.width + column] : 0;
-  if (column >= columns || (group.null_is_pad && block_id < group.blocks_per_kv_block)) return PAD_SLOT_ID;
-  return block_id * group.tokens_per_column + (local - column * group.tokens_per_column);
+  int64 block_id = column < width ? arena[table_start + row * width + column] : 0;
+  if (column >= columns) return PAD_SLOT_ID;
+  if (HAS_NULL_PADS && groups[g].null_is_pad && block_id < groups[g].blocks_per_kv_block) return PAD_SLOT_ID;
+  return block_id * tokens_per_column + (local - column * tokens_per_column);
 }
 
 // Tokens that a warp maps in a long launch: each thread takes pairs, so that a warp reads and writes 512 bytes at a time.
@@ -235,17 +271,19 @@ static const int CHUNK = 2 * PAIRS * WARP;
 // The i-th token of a thread's pairs, from its first one on.
 static __device__ __forceinline__ int pair_token(int first, int i) { return first + i / 2 * (2 * WARP) + i % 2; }
 
-// Write the slots of a warp's chunk of tokens, from `first` on. Most threads' tokens lie in one request, and most of them
+// Write the slots of a warp's chunk of tokens, from `chunk` on. Most threads' tokens lie in one request, and most of them
 // in one block: then there is one search and one division for all eight. Any other token goes the way of map_token.
 static __device__ __forceinline__ void map_chunk(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
-    int num_reqs, int num_positions, int max_num_reqs, const Group& group, int g, const int* __restrict__ arena,
-    SLOT_T* __restrict__ slots, int num_slots, int64 chunk
+    int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int g,
+    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int num_slots, int chunk
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
-  int first = (int)chunk + 2 * (threadIdx.x % WARP);
+  int first = chunk + 2 * (threadIdx.x % WARP);
   int last = pair_token(first, 2 * PAIRS - 1);
-  bool is_simple = group.world_size == 1 && group.slot_mode == 0 && last < num_tokens && num_reqs > 0;
+  bool is_simple = last < num_tokens && num_reqs > 0;
+  if (HAS_SHARDS) is_simple = is_simple && groups[g].world_size == 1;
+  if (HAS_MODES) is_simple = is_simple && groups[g].slot_mode == 0;
   int row = -1;
   if (is_simple) {
     // Requests of one length are found at once.
@@ -255,43 +293,55 @@ static __device__ __forceinline__ void map_chunk(
     is_simple = request >= 0 && last < query_start_loc[request + 1];
     row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
   }
-  if (is_simple && row >= 0) {
-    int64 columns = arena[(int64)g * max_num_reqs + row];
-    const int* table_row = arena + group.table_start + row * group.width;
-    int64 block_start = 0, block_slot = 0;
-    unsigned long long block_size = 0;  // 0: no block is known yet
-    int64 position[2 * PAIRS];
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; ++i) position[i] = positions[pair_token(first, i)];
-#pragma unroll
+  if (!is_simple || row < 0) {
     for (int i = 0; i < 2 * PAIRS; ++i) {
-      int64 slot = PAD_SLOT_ID;
-      if ((unsigned long long)(position[i] - block_start) >= block_size) {
-        block_size = 0;
-        if (position[i] >= 0) {
-          int64 column = divide(position[i], group.tokens_per_column);
-          if (column < columns) {
-            int64 block_id = table_row[column];
-            if (!group.null_is_pad || block_id >= group.blocks_per_kv_block) {
-              block_start = column * group.tokens_per_column;
-              block_slot = block_id * group.tokens_per_column;
-              block_size = group.tokens_per_column;
-            }
-          }
-        }
-      }
-      if (block_size) slot = block_slot + (position[i] - block_start);
-      slots[pair_token(first, i)] = (SLOT_T)slot;
+      int token = pair_token(first, i);
+      if (token < num_slots)
+        slots[token] = (SLOT_T)map_token(
+            idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
+            token
+        );
     }
     return;
   }
+  int64 tokens_per_column = groups[g].tokens_per_column;
+  int64 columns = arena[(int64)g * max_num_reqs + row];
+  const int* table_row = arena + groups[g].table_start + row * groups[g].width;
+  int64 position[2 * PAIRS];
+  if ((unsigned long long)positions % sizeof(longlong2) == 0) {
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      longlong2 both = *(const longlong2*)(positions + pair_token(first, 2 * pair));
+      position[2 * pair] = both.x;
+      position[2 * pair + 1] = both.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; ++i) position[i] = positions[pair_token(first, i)];
+  }
+  bool takes_pairs = sizeof(SLOT_T) == 8 && (unsigned long long)slots % sizeof(longlong2) == 0;
+  int64 block_start = 0, block_slot = 0, slot[2];
+  unsigned long long block_size = 0;  // 0: no block is known yet
+#pragma unroll
   for (int i = 0; i < 2 * PAIRS; ++i) {
-    int token = pair_token(first, i);
-    if (token < num_slots)
-      slots[token] = (SLOT_T)map_token(
-          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena, num_slots,
-          token
-      );
+    if ((unsigned long long)(position[i] - block_start) >= block_size) {
+      block_size = 0;
+      if (position[i] >= 0) {
+        int64 column = column_of(position[i], tokens_per_column);
+        if (column < columns) {
+          int64 block_id = table_row[column];
+          if (!HAS_NULL_PADS || !groups[g].null_is_pad || block_id >= groups[g].blocks_per_kv_block) {
+            block_start = column * tokens_per_column;
+            block_slot = block_id * tokens_per_column;
+            block_size = tokens_per_column;
+          }
+        }
+      }
+    }
+    slot[i % 2] = block_size ? block_slot + (position[i] - block_start) : PAD_SLOT_ID;
+    SLOT_T* target = slots + pair_token(first, i);
+    if (!takes_pairs) *target = (SLOT_T)slot[i % 2];
+    else if (i % 2) *(longlong2*)(target - 1) = make_longlong2(slot[0], slot[1]);
   }
 }
 
@@ -309,35 +359,40 @@ extern "C" __global__ void map_slots(
     const int* __restrict__ arena,  // [arena.size]
     SLOT_T* __restrict__ slots,     // [num_groups, slots_stride], the first num_slots of each written
     int64 slots_stride,
-    int num_slots,
-    bool is_long  // whether each warp maps chunks of CHUNK tokens, for launches that fill the GPU many times over
+    int num_slots
 ) {
   // step 1: which token and group
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y) {
-    int g = first_group + y;
-    Group group = groups[g];
-    SLOT_T* group_slots = slots + y * slots_stride;
-    if (is_long) {
-      for (int64 first = thread / WARP * CHUNK; first < num_slots; first += num_threads / WARP * CHUNK)
-        map_chunk(
-            idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena,
-            group_slots, num_slots, first
-        );
-      continue;
-    }
     for (int64 token = thread; token < num_slots; token += num_threads) {
       int64 slot = map_token(
-          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena, num_slots,
-          token
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y, arena,
+          num_slots, (int)token
       );
       // step 7: store the slot
-      group_slots[token] = (SLOT_T)slot;
+      slots[y * slots_stride + token] = (SLOT_T)slot;
     }
   }
 }
 
+// map_slots for launches that fill the GPU many times over: each warp maps chunks of tokens.
+extern "C" __global__ void map_slots_long(
+    const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
+    int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int first_group, int num_groups,
+    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int64 slots_stride, int num_slots
+) {
+  int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
+  for (int y = blockIdx.y; y < num_groups; y += gridDim.y)
+    for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
+      map_chunk(
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y, arena,
+          slots + y * slots_stride, num_slots, (int)chunk
+      );
+}
+
 // The fused step is two kernels, one after the other: apply_changes, then step_batch.
+
+static const int TEAM = 32;  // threads that gather one row together
 
 // A commit by value, in the launch's own parameters: nothing to stage, nothing to wait for, nothing to race with.
 // data: offsets of single values, those values; offsets of ranges, their starts among the range values, those values;
@@ -401,6 +456,32 @@ APPLY_CHANGES(apply_changes_small, 240)
 APPLY_CHANGES(apply_changes_medium, 1900)
 APPLY_CHANGES(apply_changes_large, 8160)
 
+// The gather of a whole step, by the first gather_blocks blocks.
+static __device__ __forceinline__ void gather_part(
+    const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens, int num_reqs, int num_reqs_padded,
+    int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* __restrict__ arena, int64 arena_size,
+    int* __restrict__ batch, int gather_blocks, int team
+) {
+  const int* held = batch + arena_size + 2;
+  int held_rows = held[-1];
+  int num_rows = held_rows > num_reqs_padded ? held_rows : num_reqs_padded;
+  if (blockIdx.x == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
+  unsigned lane = threadIdx.x % team, teams = blockDim.x / team, pairs = (unsigned)num_rows * num_groups;
+  for (unsigned pair = blockIdx.x * teams + threadIdx.x / team; pair < pairs; pair += gather_blocks * teams) {
+    int i = pair / num_groups, g = pair % num_groups;
+    int64 cell = (int64)g * max_num_reqs + i;
+    int stale = i < held_rows ? held[cell] : 0;
+    int columns = gather_row(
+        idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, lane, team
+    );
+    if (stale > columns) {
+      int* batch_row = batch + groups[g].table_start + i * groups[g].width;
+      for (int column = columns + lane; column < stale; column += team) batch_row[column] = NULL_BLOCK_ID;
+    }
+    if (lane == 0 && i < num_reqs_padded) batch[cell] = columns;
+  }
+}
+
 // The gather and the slots of a whole step: the first gather_blocks blocks gather, the others map.
 extern "C" __global__ void step_batch(
     const int* __restrict__ idx_mapping,          // [num_reqs], batch index -> row; null: identity
@@ -418,47 +499,52 @@ extern "C" __global__ void step_batch(
     int* __restrict__ batch,     // [arena_size + 2 + num_groups * max_num_reqs], written
     SLOT_T* __restrict__ slots,  // [num_groups, num_slots], written
     int num_slots,
-    int gather_blocks,  // 0: nothing is gathered
-    int team,           // threads that gather one row together; divides the block
-    bool is_long        // as for map_slots
+    int gather_blocks,    // 0: nothing is gathered
+    int blocks_per_group  // that map its slots
 ) {
-  int block = blockIdx.x;
-  if (block < gather_blocks) {
-    if (block == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
-    const int* held = batch + arena_size + 2;
-    int held_rows = held[-1];
-    int num_rows = held_rows > num_reqs_padded ? held_rows : num_reqs_padded;
-    int lane = threadIdx.x % team, teams = blockDim.x / team;
-    int64 pairs = (int64)num_rows * num_groups;
-    for (int64 pair = (int64)block * teams + threadIdx.x / team; pair < pairs; pair += (int64)gather_blocks * teams) {
-      int g = (int)(pair / num_rows), i = (int)(pair % num_rows);
-      Group group = groups[g];
-      int64 cell = (int64)g * max_num_reqs + i;
-      int columns =
-          gather_row(idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, group, g, arena, batch, i, lane, team);
-      int stale = i < held_rows ? held[cell] : 0;
-      int* batch_row = batch + group.table_start + i * group.width;
-      for (int column = columns + lane; column < stale; column += team) batch_row[column] = NULL_BLOCK_ID;
-      if (lane == 0 && i < num_reqs_padded) batch[cell] = columns;
-    }
+  int block = (int)blockIdx.x - gather_blocks;
+  if (block < 0) {
+    gather_part(
+        idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, groups, num_groups, arena, arena_size,
+        batch, gather_blocks, TEAM
+    );
     return;
   }
-  int blocks_per_group = (gridDim.x - gather_blocks) / num_groups;
-  int g = (block - gather_blocks) / blocks_per_group, part = (block - gather_blocks) % blocks_per_group;
+  int g = block / blocks_per_group;
   if (g >= num_groups) return;
-  Group group = groups[g];
   SLOT_T* group_slots = slots + (int64)g * num_slots;
-  int64 thread = (int64)part * blockDim.x + threadIdx.x, num_threads = (int64)blocks_per_group * blockDim.x;
-  if (is_long) {
-    for (int64 first = thread / WARP * CHUNK; first < num_slots; first += num_threads / WARP * CHUNK)
-      map_chunk(
-          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena, group_slots,
-          num_slots, first
-      );
+  int64 num_threads = (int64)blocks_per_group * blockDim.x;
+  for (int64 token = (int64)(block - g * blocks_per_group) * blockDim.x + threadIdx.x; token < num_slots;
+       token += num_threads)
+    group_slots[token] = (SLOT_T)map_token(
+        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
+        (int)token
+    );
+}
+
+// step_batch where the slots fill the GPU many times over.
+extern "C" __global__ void step_batch_long(
+    const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens,
+    const int* __restrict__ query_start_loc, const int64* __restrict__ positions, int num_reqs, int num_reqs_padded,
+    int num_positions, int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* __restrict__ arena,
+    int64 arena_size, int* __restrict__ batch, SLOT_T* __restrict__ slots, int num_slots, int gather_blocks,
+    int blocks_per_group
+) {
+  int block = (int)blockIdx.x - gather_blocks;
+  if (block < 0) {
+    gather_part(
+        idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, groups, num_groups, arena, arena_size,
+        batch, gather_blocks, TEAM
+    );
     return;
   }
-  for (int64 token = thread; token < num_slots; token += num_threads)
-    group_slots[token] = (SLOT_T)map_token(
-        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, group, g, arena, num_slots, token
+  int g = block / blocks_per_group;
+  if (g >= num_groups) return;
+  int64 thread = (int64)(block - g * blocks_per_group) * blockDim.x + threadIdx.x;
+  int64 num_threads = (int64)blocks_per_group * blockDim.x;
+  for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
+    map_chunk(
+        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena,
+        slots + (int64)g * num_slots, num_slots, (int)chunk
     );
 }

@@ -6,11 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from blocktable import BlockTableConfig
+
 INT32_MAX = 2**31 - 1
 MAX_GRID_Y = 65535
-TILE, EMULATED_TILE = 256, 32
+TILE, EMULATED_TILE = 128, 32
 MANY_SLOTS = 1 << 18
 """About one slot for each thread that a large GPU keeps resident."""
+
+SLOT_TYPES = {"int64": "long long", "int32": "int"}
 
 Kernel = Any  # called with (grid, block, args, stream=)
 
@@ -20,6 +24,19 @@ def _int32(value: int) -> np.int32:
     if not -(2**31) <= value <= INT32_MAX:
         raise OverflowError(f"{value} does not fit the kernel's int")
     return np.int32(value)
+
+
+def module_options(config: BlockTableConfig) -> tuple[str, ...]:
+    """Return the macros that kernels.cu is compiled with: the slots' type, and what no group of the table needs."""
+    groups = config.groups
+    features = {
+        "HAS_SHARDS": config.context_parallel.world_size > 1 and any(group.is_sharded for group in groups),
+        "HAS_MODES": any(group.slot_mode != "linear" for group in groups),
+        "HAS_NULL_PADS": any(group.null_is_pad for group in groups),
+        "HAS_WINDOWS": any(group.sliding_window is not None for group in groups),
+        "HAS_ODD_SIZES": any(group.tokens_per_column.bit_count() != 1 for group in groups),
+    }
+    return (f"SLOT_T={SLOT_TYPES[config.slot_dtype]}", *(f"{name}={int(value)}" for name, value in features.items()))
 
 
 def is_long_launch(num_slots: int, tile: int) -> bool:
@@ -126,7 +143,7 @@ def launch_gather_block_tables(
 
 
 def launch_map_slots(
-    kernel: Kernel,
+    kernels: tuple[Kernel, Kernel],  # map_slots, map_slots_long
     tile: int,
     idx_mapping: int,  # address; 0: identity
     query_start_loc: int,  # address
@@ -143,10 +160,11 @@ def launch_map_slots(
     num_slots: int,
     stream: Any,
 ) -> None:
-    """Launch map_slots; nothing for no slots."""
+    """Launch map_slots, or its twin for long launches; nothing for no slots."""
     if num_slots == 0:
         return
     is_long = is_long_launch(num_slots * num_groups, tile)
+    kernel = kernels[1] if is_long else kernels[0]
     arguments = (
         np.uint64(idx_mapping),
         np.uint64(query_start_loc),
@@ -161,7 +179,6 @@ def launch_map_slots(
         np.uint64(slots),
         np.int64(slots_stride),
         _int32(num_slots),
-        np.bool_(is_long),
     )
     blocks = _grid_x(num_slots, tile * tokens_per_thread(is_long))
     kernel((blocks, min(num_groups, MAX_GRID_Y)), (tile,), arguments, stream=stream)

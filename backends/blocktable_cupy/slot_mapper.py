@@ -9,7 +9,7 @@ import numpy as np
 
 from blocktable import Batch
 from blocktable_cupy.block_store import CupyBlockStore, Inputs
-from blocktable_cupy.kernels import launch_map_slots
+from blocktable_cupy.kernels import launch_map_slots, module_options
 
 
 class CupySlotMapper:
@@ -18,7 +18,8 @@ class CupySlotMapper:
     def __init__(self, store: CupyBlockStore) -> None:
         self.store = store
         store.mapper = self
-        self._kernel = store.device.kernel("map_slots", store.config.slot_dtype)
+        options = module_options(store.config)
+        self._kernels = store.device.kernel("map_slots", options), store.device.kernel("map_slots_long", options)
 
     def compute_slot_mappings(self, batch: Batch, out: Sequence[Any], *, stream: int | None) -> None:
         store, num_groups = self.store, len(out)
@@ -43,7 +44,7 @@ class CupySlotMapper:
     ) -> None:
         store = self.store
         launch_map_slots(
-            self._kernel,
+            self._kernels,
             store.tile,
             inputs.idx_mapping,
             inputs.query_start_loc,
