@@ -402,3 +402,9 @@ def test_the_profile_names_what_a_step_calls_and_leaves_the_classes_as_they_were
     table = profile_host("numpy", SMALL[0])
     assert {"BlockTable.step", "BlockTable.append_rows"} <= {row[0] for row in table.rows}
     assert vars(bt.BlockTable)["step"] is before
+
+
+def test_what_is_over_the_budget_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert main(["--quick", "--backend", "numpy", "--no-peers", "--budget", "0", "--json", str(path)]) == 1
+    assert [entry["lane"] for entry in json.loads(path.read_text())["not_run"]] == ["machine", "numpy"]

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="for each lane (%(default)g): what comes later is recorded as not run",
     )
     add("--sweep-seconds", type=float, default=30, help="for each lane's sweep (%(default)g)")
+    add("--budget", type=float, default=3600, help="seconds for everything (%(default)g), shared out in order")
     add("--json", type=Path, metavar="FILE", help="write results there, after every single one")
     add("--report", type=Path, metavar="FILE", help="write an HTML report with plots there")
     add("--from", type=Path, metavar="FILE", dest="source", help="measure nothing: show the results of that JSON file")
@@ -108,8 +110,13 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
     results = Results(command, options.json)
+    end = time.monotonic() + options.budget
     for lane in make_lanes(options):
-        run_lane(lane, results, warn)
+        lane.plan["seconds"] = min(lane.plan["seconds"], end - time.monotonic())
+        if lane.plan["seconds"] > 0:
+            run_lane(lane, results, warn)
+        else:
+            results.skip(lane, "everything", "the budget was used up")
     return results.data
 
 

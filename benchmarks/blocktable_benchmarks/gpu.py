@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -67,9 +68,8 @@ class Gpu:
     def release(self) -> None:
         """Give cached memory back, torch's and CuPy's."""
         self._cuda.empty_cache()
-        if importlib.util.find_spec("cupy") is not None:
-            import cupy
-
+        cupy = sys.modules.get("cupy")
+        if cupy is not None:
             cupy.get_default_memory_pool().free_all_blocks()
             cupy.get_default_pinned_memory_pool().free_all_blocks()
 

@@ -120,6 +120,10 @@ def _empty_launch_times(gpu: Gpu) -> dict[str, float]:
     def launch_raw(stream: int = 0) -> None:
         launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, 0, 0)
 
+    (status,) = launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, 0, 0, 0)
+    if status != 0:
+        raise RuntimeError(f"cuLaunchKernel: {status}")
+
     def launch_current() -> None:
         launch_raw(gpu.current_stream())
 

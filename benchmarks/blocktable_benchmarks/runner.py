@@ -72,7 +72,7 @@ class Results:
             self.fail(lane, f"{section}: {key}", record["error"], record.get("traceback"))
             return
         if "not_run" in record:
-            self.data["not_run"].append({"lane": lane.name, "where": f"{section}: {key}", "reason": record["not_run"]})
+            self.skip(lane, f"{section}: {key}", record["not_run"])
         elif section == "machine":
             self.data["machine"].update(record["value"])
         elif section == "lane":
@@ -84,6 +84,11 @@ class Results:
     def fail(self, lane: Lane, where: str, error: str, traceback: str | None = None) -> None:
         """Keep a failure."""
         self.data["errors"].append({"lane": lane.name, "where": where, "error": error, "traceback": traceback})
+        self.write()
+
+    def skip(self, lane: Lane, where: str, reason: str) -> None:
+        """Keep what was not run, which is no failure."""
+        self.data["not_run"].append({"lane": lane.name, "where": where, "reason": reason})
         self.write()
 
     def write(self) -> None:
