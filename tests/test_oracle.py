@@ -81,8 +81,7 @@ def filled_oracle(data: st.DataObject, config: BlockTableConfig) -> OracleTable:
     """Return an oracle whose rows hold drawn blocks, some of them nulled."""
     oracle = OracleTable(config)
     rows = list(range(config.max_num_reqs))
-    most = min(shape.capacity for shape in oracle.shapes)
-    ids, counts = data.draw(bulk_ids(oracle.shapes, len(rows), most=min(most, 4)))
+    ids, counts = data.draw(bulk_ids(oracle, rows, replace=True, fit=True))
     arrays = ids if isinstance(ids, list) else [ids]
     oracle.set_rows(rows, [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in arrays], counts)
     for group, held in enumerate(oracle.rows):

@@ -30,13 +30,18 @@ ODD_POSITIONS = [-1, -2, -(2**40), INT64_MIN, 2**31, 2**32 + 1, 2**40, INT64_MAX
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
+def _rarely(draw: Draw, one_in: int) -> bool:
+    """Return True one time in so many. The number asked for lies inside the range: Hypothesis likes its ends."""
+    return int(draw(st.integers(0, one_in - 1))) == one_in // 2
+
+
 @st.composite
 def groups(draw: Draw, share: ContextParallel) -> KVCacheGroup:
     """Draw one group of any mode; sharded where the interleave size allows it."""
     kernel_block_size = draw(st.sampled_from([4, 1, 2, 3, 5, 8, 16]))
     blocks_per_kv_block = draw(st.sampled_from([1, 1, 2, 3]))
     block_size = kernel_block_size * blocks_per_kv_block
-    slot_mode = draw(st.sampled_from(["linear", "linear", "linear", "ring", "none"]))
+    slot_mode = draw(st.sampled_from([*["linear"] * 5, "ring", "ring", "none"]))
     shardable = slot_mode == "linear" and (share.world_size == 1 or block_size % share.interleave_size == 0)
     fixed = draw(st.booleans())
     most = max(1, profiles.current().max_columns // blocks_per_kv_block)
@@ -57,7 +62,7 @@ def groups(draw: Draw, share: ContextParallel) -> KVCacheGroup:
 @st.composite
 def shares(draw: Draw) -> ContextParallel:
     """Draw one rank's share; often that of a world of one."""
-    world_size = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    world_size = draw(st.sampled_from([1, 1, 1, 2, 3, 4]))
     rank = draw(st.integers(0, world_size - 1))
     return ContextParallel(world_size=world_size, rank=rank, interleave_size=draw(st.sampled_from([1, 2, 3, 4, 8])))
 
@@ -72,8 +77,8 @@ def configs(draw: Draw, share: ContextParallel | None = None) -> BlockTableConfi
     lookahead_tokens = draw(st.integers(0, min(3, longest - 1)))
     options = {
         "groups": chosen,
-        "max_num_reqs": draw(st.integers(1, profile.max_rows)),
-        "max_num_batched_tokens": draw(st.integers(1, profile.max_tokens)),
+        "max_num_reqs": draw(st.integers(1 if _rarely(draw, 8) else 3, profile.max_rows)),
+        "max_num_batched_tokens": draw(st.integers(1 if _rarely(draw, 8) else 12, profile.max_tokens)),
         "max_model_len": longest - lookahead_tokens,
         "lookahead_tokens": lookahead_tokens,
         "context_parallel": parallel,
@@ -94,13 +99,6 @@ def max_model_len(chosen: Sequence[KVCacheGroup], share: ContextParallel) -> int
     return longest
 
 
-def block_ids(shape: Geometry, max_size: int) -> st.SearchStrategy[list[int]]:
-    """Draw ids that a group takes: low ones, the highest ones, and 0 where it is allowed."""
-    lowest, highest = 0 if shape.takes_null else 1, shape.block_id_limit - 1
-    low = st.integers(lowest, min(highest, 50))
-    return st.lists(st.one_of(low, low, st.integers(max(lowest, highest - 5), highest)), max_size=max_size)
-
-
 def row_counts(rows: int, most: int) -> st.SearchStrategy[list[int]]:
     """Draw how many blocks each of some rows gets."""
     return st.lists(st.integers(0, most), min_size=rows, max_size=rows)
@@ -111,20 +109,64 @@ def distinct_rows(num_rows: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, num_rows - 1), unique=True, max_size=num_rows)
 
 
+def _room(oracle: OracleTable, group: int, row: int, *, replace: bool) -> int:
+    return oracle.shapes[group].capacity - (0 if replace else len(oracle.rows[group][row]))
+
+
 @st.composite
-def bulk_ids(draw: Draw, shapes: Sequence[Geometry], num_rows: int, most: int = 2) -> tuple[Any, Any]:
-    """Draw (block_ids, counts) of a bulk call: counts shared or per group, lists or arrays, sometimes nothing."""
+def row_ids(draw: Draw, oracle: OracleTable, row: int, *, replace: bool, fit: bool = False) -> Any:
+    """Draw the block ids of a single append or set: such that fit, but without `fit` now and then one too many."""
+    per_group: list[Any] = []
+    for group, shape in enumerate(oracle.shapes):
+        room = _room(oracle, group, row, replace=replace)
+        per_group.append(_stretched(draw, shape, draw(st.integers(0, min(room, 4)))))
+    if not fit and _rarely(draw, 8):
+        group = draw(st.integers(0, len(per_group) - 1))
+        per_group[group] = _stretched(draw, oracle.shapes[group], _room(oracle, group, row, replace=replace) + 1)
+    return per_group[0] if len(per_group) == 1 and draw(st.booleans()) else per_group
+
+
+@st.composite
+def bulk_ids(
+    draw: Draw, oracle: OracleTable, rows: Sequence[int], *, replace: bool, fit: bool = False
+) -> tuple[Any, Any]:
+    """Draw (block_ids, counts) of a bulk call: counts shared or per group, lists or arrays, sometimes nothing.
+
+    Args:
+        oracle: the table.
+        rows: of the call.
+        replace: whether the rows' blocks are replaced.
+        fit: never over capacity, and never nothing in place of a group's ids.
+    """
+    shapes = oracle.shapes
+    room = [[_room(oracle, group, row, replace=replace) for row in rows] for group in range(len(shapes))]
     shared = draw(st.booleans())
-    counts = [draw(row_counts(num_rows, most))] * len(shapes)
-    if not shared:
-        counts = [draw(row_counts(num_rows, most)) for _ in shapes]
+    if shared:
+        counts = [_fitting(draw, [min(column) for column in zip(*room, strict=True)], fit)] * len(shapes)
+    else:
+        counts = [_fitting(draw, rooms, fit) for rooms in room]
     flat: list[Any] = [_stretched(draw, shape, sum(numbers)) for shape, numbers in zip(shapes, counts, strict=True)]
-    if draw(st.integers(0, 7)) == 0:
+    if not fit and _rarely(draw, 8):
         flat[draw(st.integers(0, len(shapes) - 1))] = None
     if draw(st.booleans()):
         flat = [ids if ids is None else np.array(ids, np.int32) for ids in flat]
     ids: Any = flat[0] if len(shapes) == 1 and draw(st.booleans()) else flat
     return ids, counts[0] if shared else counts
+
+
+def _fitting(draw: Draw, room: list[int], fit: bool) -> list[int]:
+    """Return how many blocks each row gets: no more than there is room for, but for one time in eight."""
+    counts = _spread(draw, len(room), max(room, default=0) + 2)
+    over = not fit and _rarely(draw, 8)
+    return counts if over else [min(pair) for pair in zip(counts, room, strict=True)]
+
+
+def _spread(draw: Draw, number: int, limit: int) -> list[int]:
+    """Return `number` values below `limit` from a start and a stride."""
+    if number == 0:
+        return []
+    first, stride = draw(st.integers(0, limit - 1)), draw(st.integers(0, min(limit - 1, 7)))
+    return [(first + stride * index) % limit for index in range(number)]
 
 
 def _stretched(draw: Draw, shape: Geometry, number: int) -> list[int]:
@@ -170,15 +212,16 @@ def batches(draw: Draw, config: BlockTableConfig, oracle: OracleTable, *, in_pla
         in_place: draw an `idx_mapping` of None now and then.
     """
     num_rows, num_tokens = config.max_num_reqs, config.max_num_batched_tokens
-    num_reqs = draw(st.integers(0, num_rows))
+    num_reqs = 0 if _rarely(draw, 10) else draw(st.integers(1, num_rows))
     idx_mapping: list[int] | None = _idx_mapping(draw, num_reqs, num_rows)
     padding = num_rows - num_reqs
-    if in_place and draw(st.integers(0, 3)) == 0:
+    if in_place and _rarely(draw, 4):
         idx_mapping, padding = None, _empty_rows_after(oracle, num_reqs)
     lengths = _spread(draw, num_reqs, 6)
     first = draw(st.sampled_from([0, 0, 0, 2]))
     starts = [first + sum(lengths[:request]) for request in range(num_reqs + 1)]
-    positions = _positions(draw, config, starts)
+    mapping = range(num_reqs) if idx_mapping is None else idx_mapping
+    positions = _positions(draw, oracle, mapping, starts)
     return BatchDraw(
         idx_mapping,
         starts,
@@ -189,17 +232,9 @@ def batches(draw: Draw, config: BlockTableConfig, oracle: OracleTable, *, in_pla
     )
 
 
-def _spread(draw: Draw, number: int, limit: int) -> list[int]:
-    """Return `number` values below `limit` from a start and a stride."""
-    if number == 0:
-        return []
-    first, stride = draw(st.integers(0, limit - 1)), draw(st.integers(0, min(limit - 1, 7)))
-    return [(first + stride * index) % limit for index in range(number)]
-
-
 def _with_an_odd_one(draw: Draw, values: list[int], odd: Sequence[int]) -> list[int]:
     """Return the values, a third of the time with one of `odd` among them."""
-    if values and draw(st.integers(0, 2)) == 0:
+    if values and _rarely(draw, 3):
         values[draw(st.integers(0, len(values) - 1))] = draw(st.sampled_from(odd))
     return values
 
@@ -214,16 +249,28 @@ def _empty_rows_after(oracle: OracleTable, num_reqs: int) -> int:
     return min(occupied, default=oracle.num_rows) - num_reqs
 
 
-def _positions(draw: Draw, config: BlockTableConfig, starts: list[int]) -> list[int]:
-    """Return positions that run up or down from a start of each request, one of them odd, some too many or too few."""
-    reach = config.max_model_len + config.lookahead_tokens + 1
-    begins, stride = _spread(draw, len(starts) - 1, reach), draw(st.sampled_from([1, 1, -1, 0, 7]))
+def _positions(draw: Draw, oracle: OracleTable, mapping: Sequence[int], starts: list[int]) -> list[int]:
+    """Return positions that run up or down inside the requests' rows, and a little past them.
+
+    One of them is odd now and then, and they are sometimes one too many or too few.
+    """
+    group = draw(st.integers(0, len(oracle.shapes) - 1))
+    reaches = [_reach(oracle, group, row) for row in mapping]
+    begins, stride = _spread(draw, len(mapping), max(reaches, default=0) + 3), draw(st.sampled_from([1, 1, -1, 0, 7]))
     positions = [0] * starts[0]
-    for begin, (first, end) in zip(begins, pairwise(starts), strict=True):
-        positions += [begin + stride * index for index in range(end - first)]
+    for begin, reach, (first, end) in zip(begins, reaches, pairwise(starts), strict=True):
+        positions += [begin % (reach + 3) + stride * index for index in range(end - first)]
     _with_an_odd_one(draw, positions, ODD_POSITIONS)
     surplus = draw(st.sampled_from([0, 0, 1, -1]))
     return [*positions, 0] if surplus > 0 else positions[: len(positions) + surplus]
+
+
+def _reach(oracle: OracleTable, group: int, row: int) -> int:
+    """Return how many tokens a row holds in a group, over all ranks."""
+    if not 0 <= row < oracle.num_rows:
+        return 0
+    shape = oracle.shapes[group]
+    return len(oracle.rows[group][row]) * shape.block_size * (1 if shape.share is None else shape.share.world_size)
 
 
 def _computed_tokens(draw: Draw, config: BlockTableConfig, num_reqs: int) -> list[int] | None:

@@ -17,11 +17,11 @@ from blocktable_conformance.pair import Pair
 from blocktable_conformance.strategies import (
     BatchDraw,
     batches,
-    block_ids,
     bulk_ids,
     configs,
     distinct_rows,
     row_counts,
+    row_ids,
 )
 from blocktable_conformance.subject import HostArray, Subject
 
@@ -38,8 +38,7 @@ def filled_pair(subject: Subject, data: st.DataObject, config: BlockTableConfig)
 def _fill(pair: Pair, data: st.DataObject) -> None:
     """Give each row up to its capacity, in one bulk call."""
     rows = list(range(pair.config.max_num_reqs))
-    most = min(shape.capacity for shape in pair.oracle.shapes)
-    pair.do("set_rows", rows, *data.draw(bulk_ids(pair.oracle.shapes, len(rows), most=min(most, 4))))
+    pair.do("set_rows", rows, *data.draw(bulk_ids(pair.oracle, rows, replace=True, fit=True)))
 
 
 def draw_batch(data: st.DataObject, pair: Pair) -> BatchDraw:
@@ -200,8 +199,7 @@ def _twins(subject: Subject, data: st.DataObject, config: BlockTableConfig) -> t
     """Return two tables with the same drawn rows."""
     one, other = Pair(subject, config), Pair(subject, config)
     rows = list(range(config.max_num_reqs))
-    most = min(shape.capacity for shape in one.oracle.shapes)
-    block_ids_and_counts = data.draw(bulk_ids(one.oracle.shapes, len(rows), most=min(most, 4)))
+    block_ids_and_counts = data.draw(bulk_ids(one.oracle, rows, replace=True, fit=True))
     for pair in (one, other):
         pair.do("set_rows", rows, *block_ids_and_counts)
     return one, other
@@ -257,7 +255,7 @@ def test_laws_of_row_operations(subject_once: Subject, data: st.DataObject, conf
     if a != b:
         other.table.clear_row(a)
     _same_rows(one.table, other.table, "move, and copy and clear")
-    ids = [data.draw(block_ids(shape, max_size=min(2, shape.capacity))) for shape in one.oracle.shapes]
+    ids = data.draw(row_ids(one.oracle, b, replace=True, fit=True))
     one.table.set_row(b, ids)
     other.table.clear_row(b)
     other.table.append_row(b, ids)
