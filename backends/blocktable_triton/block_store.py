@@ -78,10 +78,10 @@ class TritonBlockStore:
         self._null_stale = device.kernel(null_stale_columns, self.row_tile)
         self._gather = device.kernel(gather_block_tables, self.row_tile)
         self._steady_entries = steady_entries(config)
-        slots = [device.staging_slot(self._steady_entries) for _ in range(config.steps_in_flight)]
-        self._writes_ring: StagingRing[Any] = StagingRing(slots, device.wait)
-        self._inputs_ring: StagingRing[Any] | None = None  # made when host arrays first come
         self._inputs_entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
+        self._writes_ring = self._staging_ring(config.steps_in_flight, self._steady_entries)
+        # For host arrays; gather and compute_slot_mappings take a slot each.
+        self._inputs_ring = self._staging_ring(2 * config.steps_in_flight, self._inputs_entries)
         self._last_stream: Any = None
         self._captured_stream: Any = None
         device.synchronize()  # the fills ran on whatever stream was current
@@ -112,7 +112,8 @@ class TritonBlockStore:
             native, capturing = self.enter(stream)
             refuse_capture(capturing, "commit()")
             num_ranges, num_values = writes.offsets.size, writes.values.size
-            if num_values == 0:
+            if num_values == 0:  # from warmup(): CUDA may load a kernel no earlier than at its first launch
+                self._scatter((1, 1, 1), (0, 0, 0, 0, 0, self.arena_address), native)
                 return
             entries = staged_entries(num_ranges, num_values)
             if entries <= self._steady_entries:
@@ -198,8 +199,8 @@ class TritonBlockStore:
             yield Inputs(stream, **addresses)
             return
         refuse_capture(capturing, "A step over host arrays")
-        ring = self._host_inputs_ring(sum(entries.size for entries in host.values()))
-        slot = ring.acquire()
+        self._require_room(sum(entries.size for entries in host.values()))
+        slot = self._inputs_ring.acquire()
         end = 0
         for name, entries in host.items():
             slot.host[end : end + entries.size] = entries
@@ -207,14 +208,14 @@ class TritonBlockStore:
             end += entries.size
         device.send(slot, end, stream)
         yield Inputs(stream, **addresses)
-        ring.release(device.mark(stream))
+        self._inputs_ring.release(device.mark(stream))
 
-    def _host_inputs_ring(self, entries: int) -> StagingRing[Any]:
-        """Return the ring that host arrays travel in; the first call allocates it, and one with more tokens."""
-        if self._inputs_ring is None or entries > self._inputs_entries:
-            self._inputs_entries = max(entries, self._inputs_entries)
+    def _require_room(self, entries: int) -> None:
+        """Make the ring of host arrays larger for more tokens than a batch has, which `out=` arrays allow: it waits."""
+        if entries > self._inputs_entries:
             self.device.synchronize()  # kernels may still read the smaller one
-            # gather and compute_slot_mappings take a slot each
-            slots = [self.device.staging_slot(self._inputs_entries) for _ in range(2 * self.config.steps_in_flight)]
-            self._inputs_ring = StagingRing(slots, self.device.wait)
-        return self._inputs_ring
+            self._inputs_entries = entries
+            self._inputs_ring = self._staging_ring(2 * self.config.steps_in_flight, entries)
+
+    def _staging_ring(self, num_slots: int, entries: int) -> StagingRing[Any]:
+        return StagingRing([self.device.staging_slot(entries) for _ in range(num_slots)], self.device.wait)
