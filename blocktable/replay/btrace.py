@@ -273,11 +273,11 @@ class Recording:
         self.tear: str | None = None
         try:
             with path.open("rb") as file:
-                self.head = self._read_head(file)
+                self.head: dict[str, Any] = self._read_head(file)
                 self._first_chunk = file.tell()
         except OSError as error:
             raise RecordingError(f"{path}: the file cannot be read: {error.strerror or error}.") from None
-        self.config = config_from(path, self.head.get("config"))
+        self.config: BlockTableConfig = config_from(path, self.head.get("config"))
 
     def _read_head(self, file: IO[bytes]) -> dict[str, Any]:
         start = file.read(_HEAD.size)

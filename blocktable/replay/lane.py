@@ -99,11 +99,11 @@ class Lane:
         self.name = name
         self.backend = backend
         self.device = device
-        self.findings = Findings()
-        self.host_us = array("d")
-        self.bytes_sent = array("q")
+        self.findings: Findings = Findings()
+        self.host_us: array[float] = array("d")
+        self.bytes_sent: array[int] = array("q")
         self.slot_digest = 0
-        self.output_digest = b""
+        self.output_digest: bytes = b""
         self._elapsed_ns = 0
         self._bytes_before = 0
         self.table: BlockTable = self._guard("create_block_store", lambda: BlockTable(config, backend, device))

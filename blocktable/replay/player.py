@@ -71,7 +71,7 @@ class Player:
         self._calls: Counter[str] = Counter()
         self._num_foreign = 0
         self._num_digests = 0
-        self.result = ReplayResult(
+        self.result: ReplayResult = ReplayResult(
             source={"source": str(recording.path), "format": "recording", "backend": recording.head.get("backend")},
             options={},
             config=config,

@@ -24,7 +24,7 @@ WIDTH_INCHES, HEIGHT_INCHES = 6.0, 2.9
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2a6fbb", "#d9822b", "#3a8f5c", "#b3435a", "#9aa3ad"
 LANE_COLOURS = (BLUE, ORANGE, GREEN, RED, "#7a5bb0", "#5d6d7e")
-STYLE = {
+STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: it is small, can be searched, and takes the page's font
     "svg.hashsalt": "blocktable",  # one run, one file
     "font.family": "sans-serif",

@@ -30,7 +30,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, num_keys: int = 0) -> None:
         self.num_blocks = num_blocks
-        self.num_free = num_blocks - 1
+        self.num_free: int = num_blocks - 1
         self.references: IntArray = np.zeros(num_blocks, np.int32)
         self.owners: IntArray = np.full(num_blocks, NO_OWNER, np.int64)
         self._keys: IntArray = np.full(num_blocks, NO_KEY, np.int64)

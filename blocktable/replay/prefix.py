@@ -35,7 +35,7 @@ class PrefixIndex:
                 parent = numbers.setdefault((parent, hash_id), len(numbers))
                 chain.append(parent)
             self._chains.append(np.array(chain, np.int64))
-        self.num_chains = len(numbers)
+        self.num_chains: int = len(numbers)
 
     def num_keys(self, tokens_per_block: int) -> int:
         """Return how many keys a group of this block size may need."""

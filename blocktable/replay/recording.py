@@ -49,7 +49,7 @@ class ChunkWriter:
     """
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
-        self.buffer = bytearray()
+        self.buffer: bytearray = bytearray()
         self.error: OSError | None = None
         self._begun = time.monotonic()
         try:
@@ -123,7 +123,7 @@ class Recorder:
     def __init__(self, table: BlockTable, path: str | Path, *, digests: bool = False) -> None:
         if "step" in vars(table):
             raise ArgumentError("The table is being recorded already; close that recording first.")
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._table = table
         self._digests = digests
         self._is_inside = False

@@ -82,7 +82,7 @@ class LiveRequests:
     """
 
     def __init__(self, num_groups: int, size: int) -> None:
-        self.free_handles = list(range(size))
+        self.free_handles: list[int] = list(range(size))
         self.uids: IntArray = np.full(size, NO_REQUEST, np.int64)
         self.outputs: IntArray = np.zeros(size, np.int64)
         self.generated: IntArray = np.zeros(size, np.int64)

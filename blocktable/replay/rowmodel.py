@@ -22,8 +22,8 @@ class RowModel:
     """
 
     def __init__(self, config: BlockTableConfig) -> None:
-        self.host = BlockRecord(config, config.max_num_reqs)
-        self.committed = BlockRecord(config, config.max_num_reqs)
+        self.host: BlockRecord = BlockRecord(config, config.max_num_reqs)
+        self.committed: BlockRecord = BlockRecord(config, config.max_num_reqs)
         self._num_groups = len(config.groups)
         self._num_rows = config.max_num_reqs
         self._changed: IntArray = np.zeros(config.max_num_reqs, np.bool_)

@@ -61,12 +61,12 @@ class Replay:
     def __init__(
         self, trace: Trace, options: ReplayOptions, lanes: Sequence[Lane], recorder: Recorder | None = None
     ) -> None:
-        self.scheduler = Scheduler(trace, options)
+        self.scheduler: Scheduler = Scheduler(trace, options)
         self._recorder = recorder
         self._config = self.scheduler.config
         self._widths = [self._config.width(group) for group in range(len(self._config.groups))]
         self._block_sizes = [group.block_size for group in self._config.groups]
-        self.result = ReplayResult(
+        self.result: ReplayResult = ReplayResult(
             source={
                 "source": trace.source,
                 "format": trace.format,

@@ -57,11 +57,11 @@ class Scheduler:
         config = options.config()
         self.config: BlockTableConfig = config
         self.options = options
-        self.counters = Counters()
-        self.record = BlockRecord(config, config.max_num_reqs)
-        self.clock_ms = 0.0
+        self.counters: Counters = Counters()
+        self.record: BlockRecord = BlockRecord(config, config.max_num_reqs)
+        self.clock_ms: float = 0.0
         self.running: IntArray = np.empty(0, np.int64)
-        self.has_ended = False
+        self.has_ended: bool = False
         self._trace = trace
         self._live = LiveRequests(len(config.groups), config.max_num_reqs)
         self._waiting: deque[Request] = deque()
