@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 
 from blocktable import Batch, BlockTableConfig, KernelNode, StepGraph, Writes
-from blocktable_cupy.kernels import is_long_launch, tokens_per_thread
+from blocktable_cupy.kernels import is_long_launch, requests_per_token, tokens_per_thread
 
-APPLY_KERNELS = (("apply_changes_small", 245), ("apply_changes_medium", 1905), ("apply_changes_large", 8165))
+APPLY_KERNELS = (
+    ("apply_changes_tiny", 245),
+    ("apply_changes_small", 605),
+    ("apply_changes_medium", 1905),
+    ("apply_changes_large", 8165),
+)
 """Kernels that take changes by value, and the int32 entries of that parameter: `Changes` of kernels.cu."""
-SMALL = APPLY_KERNELS[0][1]
+TINY = APPLY_KERNELS[0][1]
 
 HEADER, NULLS = 5, 4
 """Counts before packed changes, and which of them counts the entries of NULL ranges."""
@@ -28,7 +33,7 @@ MAX_APPLY_BLOCKS = 64
 INT32_LIMIT = 2**31
 
 APPLY_LAYOUT = "QiiqQ"  # arena, num_groups, max_num_reqs, arena_size, batch
-STEP_LAYOUT = "QQQQiiiiQiQqQQiii"  # step_batch's arguments, in order
+STEP_LAYOUT = "QQQQiiiiQiQqQQiiiq"  # step_batch's arguments, in order
 
 
 class Arguments:
@@ -151,7 +156,7 @@ class FusedStep:
         if is_new:
             self._set_batch(batch)
         used = self._used
-        kernel = next(name for name, size in APPLY_KERNELS if size >= used) if used > SMALL else APPLY_KERNELS[0][0]
+        kernel = next(name for name, size in APPLY_KERNELS if size >= used) if used > TINY else APPLY_KERNELS[0][0]
         apply_blocks = min(1 + (used + int(self._changes[NULLS])) // BLOCK, MAX_APPLY_BLOCKS)
         self._runner.run(kernel, apply_blocks, self._step_blocks, is_new, stream)
 
@@ -163,7 +168,8 @@ class FusedStep:
         pairs = max(batch.num_reqs_padded, 1) * self._num_groups
         gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
         sizes = (batch.num_reqs, batch.num_reqs_padded, batch.num_positions)
-        self._step.set(*self._addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, self._slot_blocks)
+        ratio = requests_per_token(batch.num_reqs, batch.num_positions)
+        self._step.set(*self._addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, self._slot_blocks, ratio)
         self._step_blocks = gather_blocks + self._slot_blocks * self._num_groups
         self.batch = batch
 

@@ -210,6 +210,13 @@ static __device__ __forceinline__ int request_of(const int* query_start_loc, int
   return low;
 }
 
+// Request that a token belongs to if all are of one length, as in decode and in a prefill of one request; to be checked.
+// requests_per_token: num_reqs / num_positions, times 2^32.
+static __device__ __forceinline__ int guess_request(int num_reqs, int64 requests_per_token, int token) {
+  int guess = (int)((token * requests_per_token) >> 32);
+  return guess < num_reqs ? guess : num_reqs - 1;
+}
+
 // A token's index among this rank's tokens, or -1 where another rank owns it.
 static __device__ __forceinline__ int64 local_index(const Group& group, int64 columns, int64 position) {
   if (HAS_SHARDS && group.world_size > 1) {
@@ -229,12 +236,11 @@ static __device__ __forceinline__ int64 local_index(const Group& group, int64 co
 static __device__ __forceinline__ int64 map_token(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
     int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int g,
-    const int* __restrict__ arena, int num_slots, int token
+    const int* __restrict__ arena, int num_slots, int64 requests_per_token, int token
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
   int64 table_start = groups[g].table_start, width = groups[g].width, tokens_per_column = groups[g].tokens_per_column;
-  // The request is the token's own index in decode, and the first one in a prefill of one request.
-  int request = token < num_reqs ? token : 0;
+  int request = guess_request(num_reqs, requests_per_token, token);
   int start = 0, end = 0, row = -1;
   if (num_reqs > 0) {
     start = query_start_loc[request];
@@ -276,7 +282,7 @@ static __device__ __forceinline__ int pair_token(int first, int i) { return firs
 static __device__ __forceinline__ void map_chunk(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
     int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int g,
-    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int num_slots, int chunk
+    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int num_slots, int64 requests_per_token, int chunk
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
   int first = chunk + 2 * (threadIdx.x % WARP);
@@ -286,8 +292,7 @@ static __device__ __forceinline__ void map_chunk(
   if (HAS_MODES) is_simple = is_simple && groups[g].slot_mode == 0;
   int row = -1;
   if (is_simple) {
-    // Requests of one length are found at once.
-    int request = (int)((unsigned long long)first * (unsigned)num_reqs / (unsigned)num_tokens);
+    int request = guess_request(num_reqs, requests_per_token, first);
     if (query_start_loc[request] > first || query_start_loc[request + 1] <= first)
       request = request_of(query_start_loc, num_reqs, first);
     is_simple = request >= 0 && last < query_start_loc[request + 1];
@@ -299,7 +304,7 @@ static __device__ __forceinline__ void map_chunk(
       if (token < num_slots)
         slots[token] = (SLOT_T)map_token(
             idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
-            token
+            requests_per_token, token
         );
     }
     return;
@@ -359,7 +364,8 @@ extern "C" __global__ void map_slots(
     const int* __restrict__ arena,  // [arena.size]
     SLOT_T* __restrict__ slots,     // [num_groups, slots_stride], the first num_slots of each written
     int64 slots_stride,
-    int num_slots
+    int num_slots,
+    int64 requests_per_token  // num_reqs / num_positions, times 2^32
 ) {
   // step 1: which token and group
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
@@ -367,7 +373,7 @@ extern "C" __global__ void map_slots(
     for (int64 token = thread; token < num_slots; token += num_threads) {
       int64 slot = map_token(
           idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y, arena,
-          num_slots, (int)token
+          num_slots, requests_per_token, (int)token
       );
       // step 7: store the slot
       slots[y * slots_stride + token] = (SLOT_T)slot;
@@ -379,14 +385,15 @@ extern "C" __global__ void map_slots(
 extern "C" __global__ void map_slots_long(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
     int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int first_group, int num_groups,
-    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int64 slots_stride, int num_slots
+    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int64 slots_stride, int num_slots,
+    int64 requests_per_token
 ) {
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y)
     for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
       map_chunk(
           idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y, arena,
-          slots + y * slots_stride, num_slots, (int)chunk
+          slots + y * slots_stride, num_slots, requests_per_token, (int)chunk
       );
 }
 
@@ -423,15 +430,6 @@ static __device__ __forceinline__ void apply(
     const Changes<SIZE>& changes, int* arena, int num_groups, int max_num_reqs, int64 arena_size, int* batch
 ) {
   int thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
-  // The counts that the batch holds, for step_batch to read while it writes new ones.
-  int held_rows = batch[arena_size];
-  int* copy = batch + arena_size + 1;
-  for (int cell = thread; cell < num_groups * held_rows; cell += num_threads) {
-    int64 place = (int64)(cell / held_rows) * max_num_reqs + cell % held_rows;
-    copy[1 + place] = batch[place];
-  }
-  if (thread == 0) copy[0] = held_rows;
-
   const int* single_offsets = changes.data;
   const int* singles = single_offsets + changes.num_singles;
   const int* range_offsets = singles + changes.num_singles;
@@ -448,13 +446,30 @@ static __device__ __forceinline__ void apply(
     int range_index = range_of(null_starts, changes.num_null_ranges, i);
     arena[(int64)null_offsets[range_index] + (i - null_starts[range_index])] = NULL_BLOCK_ID;
   }
+
+  // The counts that the batch holds, for step_batch to read while it writes new ones.
+  int held_rows = batch[arena_size];
+  int* copy = batch + arena_size + 1;
+  for (int cell = thread; cell < num_groups * held_rows; cell += num_threads) {
+    int64 place = (int64)(cell / held_rows) * max_num_reqs + cell % held_rows;
+    copy[1 + place] = batch[place];
+  }
+  if (thread == 0) copy[0] = held_rows;
 }
 
-// Three sizes, since the driver copies the whole of a kernel's parameters; 32,764 bytes are the most it takes.
+// Four sizes, since the driver copies the whole of a kernel's parameters; 32,764 bytes are the most it takes.
 #define APPLY_CHANGES(NAME, SIZE)                                                                              extern "C" __global__ void NAME(                                                                                 const __grid_constant__ Changes<SIZE> changes, int* arena, int num_groups, int max_num_reqs,                 int64 arena_size, int* batch                                                                             ) {                                                                                                            apply(changes, arena, num_groups, max_num_reqs, arena_size, batch);                                        }
-APPLY_CHANGES(apply_changes_small, 240)
+APPLY_CHANGES(apply_changes_tiny, 240)
+APPLY_CHANGES(apply_changes_small, 600)
 APPLY_CHANGES(apply_changes_medium, 1900)
 APPLY_CHANGES(apply_changes_large, 8160)
+
+static __device__ __forceinline__ void null_columns(
+    const Group* __restrict__ groups, int g, int* __restrict__ batch, int i, int first, int end, int step
+) {
+  int* batch_row = batch + groups[g].table_start + i * groups[g].width;
+  for (int column = first; column < end; column += step) batch_row[column] = NULL_BLOCK_ID;
+}
 
 // The gather of a whole step, by the first gather_blocks blocks.
 static __device__ __forceinline__ void gather_part(
@@ -464,21 +479,24 @@ static __device__ __forceinline__ void gather_part(
 ) {
   const int* held = batch + arena_size + 2;
   int held_rows = held[-1];
-  int num_rows = held_rows > num_reqs_padded ? held_rows : num_reqs_padded;
   if (blockIdx.x == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
-  unsigned lane = threadIdx.x % team, teams = blockDim.x / team, pairs = (unsigned)num_rows * num_groups;
-  for (unsigned pair = blockIdx.x * teams + threadIdx.x / team; pair < pairs; pair += gather_blocks * teams) {
+  unsigned lane = threadIdx.x % team, teams = blockDim.x / team, first = blockIdx.x * teams + threadIdx.x / team;
+  unsigned pairs = (unsigned)num_reqs_padded * num_groups;
+  for (unsigned pair = first; pair < pairs; pair += gather_blocks * teams) {
     int i = pair / num_groups, g = pair % num_groups;
     int64 cell = (int64)g * max_num_reqs + i;
-    int stale = i < held_rows ? held[cell] : 0;
+    int stale = held[cell];
     int columns = gather_row(
         idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, lane, team
     );
-    if (stale > columns) {
-      int* batch_row = batch + groups[g].table_start + i * groups[g].width;
-      for (int column = columns + lane; column < stale; column += team) batch_row[column] = NULL_BLOCK_ID;
-    }
-    if (lane == 0 && i < num_reqs_padded) batch[cell] = columns;
+    if (lane == 0) batch[cell] = columns;
+    if (i < held_rows) null_columns(groups, g, batch, i, columns + lane, stale, team);
+  }
+  // Rows that only the batch before this one had.
+  pairs = held_rows > num_reqs_padded ? (unsigned)(held_rows - num_reqs_padded) * num_groups : 0;
+  for (unsigned pair = first; pair < pairs; pair += gather_blocks * teams) {
+    int i = num_reqs_padded + pair / num_groups, g = pair % num_groups;
+    null_columns(groups, g, batch, i, lane, held[(int64)g * max_num_reqs + i], team);
   }
 }
 
@@ -499,8 +517,9 @@ extern "C" __global__ void step_batch(
     int* __restrict__ batch,     // [arena_size + 2 + num_groups * max_num_reqs], written
     SLOT_T* __restrict__ slots,  // [num_groups, num_slots], written
     int num_slots,
-    int gather_blocks,    // 0: nothing is gathered
-    int blocks_per_group  // that map its slots
+    int gather_blocks,        // 0: nothing is gathered
+    int blocks_per_group,     // that map its slots
+    int64 requests_per_token  // num_reqs / num_positions, times 2^32
 ) {
   int block = (int)blockIdx.x - gather_blocks;
   if (block < 0) {
@@ -518,7 +537,7 @@ extern "C" __global__ void step_batch(
        token += num_threads)
     group_slots[token] = (SLOT_T)map_token(
         idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
-        (int)token
+        requests_per_token, (int)token
     );
 }
 
@@ -528,7 +547,7 @@ extern "C" __global__ void step_batch_long(
     const int* __restrict__ query_start_loc, const int64* __restrict__ positions, int num_reqs, int num_reqs_padded,
     int num_positions, int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* __restrict__ arena,
     int64 arena_size, int* __restrict__ batch, SLOT_T* __restrict__ slots, int num_slots, int gather_blocks,
-    int blocks_per_group
+    int blocks_per_group, int64 requests_per_token
 ) {
   int block = (int)blockIdx.x - gather_blocks;
   if (block < 0) {
@@ -545,6 +564,6 @@ extern "C" __global__ void step_batch_long(
   for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
     map_chunk(
         idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena,
-        slots + (int64)g * num_slots, num_slots, (int)chunk
+        slots + (int64)g * num_slots, num_slots, requests_per_token, (int)chunk
     );
 }

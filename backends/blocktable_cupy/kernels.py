@@ -48,6 +48,11 @@ def is_long_launch(num_slots: int, tile: int) -> bool:
     return few < num_slots < INT32_MAX - 512  # a chunk counts its tokens in int
 
 
+def requests_per_token(num_reqs: int, num_positions: int) -> int:
+    """Return the mean number of requests in a token times 2**32, rounded up: what a kernel guesses a request from."""
+    return min(-(-(num_reqs << 32) // max(num_positions, 1)), 1 << 32)
+
+
 def tokens_per_thread(is_long: bool) -> int:
     """Return how many tokens a thread maps: CHUNK / WARP of kernels.cu in a long launch."""
     return 8 if is_long else 1
@@ -179,6 +184,7 @@ def launch_map_slots(
         np.uint64(slots),
         np.int64(slots_stride),
         _int32(num_slots),
+        np.int64(requests_per_token(num_reqs, num_positions)),
     )
     blocks = _grid_x(num_slots, tile * tokens_per_thread(is_long))
     kernel((blocks, min(num_groups, MAX_GRID_Y)), (tile,), arguments, stream=stream)
