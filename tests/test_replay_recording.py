@@ -140,6 +140,15 @@ def test_a_recording_runs_again_bit_for_bit(seed: int, tmp_path: Path) -> None:
         assert (lane.table.host_table(group) == table.host_table(group)).all()
 
 
+def test_a_table_records_itself(tmp_path: Path) -> None:
+    path, table = tmp_path / "run.btrace", bt.BlockTable(CONFIG, "numpy")
+    with table.record(path, digests=True):
+        drive(table, 1, 100)
+    result, lane = play(path)
+    assert (result.num_mismatches, lane.findings.shown) == (0, [])
+    assert result.source["digests"] > 5
+
+
 def test_recording_may_begin_in_the_middle(tmp_path: Path) -> None:
     path = tmp_path / "run.btrace"
     table = bt.BlockTable(CONFIG, "numpy")
@@ -439,3 +448,10 @@ def test_cost_of_recording() -> None:
         plain, recorded = (np.array(lane.host_us) for lane in lanes)
         costs.append(float(np.median(recorded - plain) / np.median(plain)))
     assert min(costs) < 0.10, f"recording costs {min(costs):.1%} of a step"
+
+
+def test_a_table_records_itself(tmp_path: Path) -> None:
+    table = bt.BlockTable(CONFIG, "numpy")
+    with table.record(tmp_path / "run.btrace", digests=True):
+        drive(table, 1, 100)
+    assert play(tmp_path / "run.btrace")[0].num_mismatches == 0
