@@ -111,6 +111,13 @@ def test_protocols_are_those_of_the_package(protocol: type) -> None:
     assert attributes == {name for name, value in members.items() if isinstance(value, property)}
 
 
+def test_every_variable_of_ours_is_described() -> None:
+    packages = [path for path in ROOT.glob("*/*/**/*.py") if path.parts[len(ROOT.parts)] not in ("tests", "examples")]
+    sources = "".join(path.read_text() for path in [*packages, *ROOT.glob("blocktable/*.py")])
+    described = table_after("docs/integrating.md", "variables")
+    assert set(re.findall(r'"(BLOCKTABLE_[A-Z_]+)"', sources)) == {name for name in described if "BLOCKTABLE" in name}
+
+
 # Links, examples, commands.
 
 
