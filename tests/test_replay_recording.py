@@ -448,10 +448,3 @@ def test_cost_of_recording() -> None:
         plain, recorded = (np.array(lane.host_us) for lane in lanes)
         costs.append(float(np.median(recorded - plain) / np.median(plain)))
     assert min(costs) < 0.10, f"recording costs {min(costs):.1%} of a step"
-
-
-def test_a_table_records_itself(tmp_path: Path) -> None:
-    table = bt.BlockTable(CONFIG, "numpy")
-    with table.record(tmp_path / "run.btrace", digests=True):
-        drive(table, 1, 100)
-    assert play(tmp_path / "run.btrace")[0].num_mismatches == 0
