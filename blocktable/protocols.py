@@ -79,12 +79,12 @@ class Writes:
     """
 
     def __init__(self, arena: Arena, offsets: IntArray, lengths: IntArray, values: IntArray) -> None:
-        self.arena = arena
-        self.offsets = offsets
-        self.lengths = lengths
-        self.values = values
-        self.num_ranges = offsets.size
-        self.num_bytes = int(offsets.nbytes + lengths.nbytes + values.nbytes)
+        self.arena: Arena = arena
+        self.offsets: IntArray = offsets
+        self.lengths: IntArray = lengths
+        self.values: IntArray = values
+        self.num_ranges: int = offsets.size
+        self.num_bytes: int = int(offsets.nbytes + lengths.nbytes + values.nbytes)
 
     def pack_changes(self, block: IntArray) -> int:
         """Lay a commit out for a kernel that takes it by value, in its own parameters.

@@ -28,13 +28,18 @@ class Journal:
     """Dirty ranges of the arena. It keeps no values: they are taken from the mirror at commit, so the last one wins."""
 
     def __init__(self, capacity: int) -> None:
-        self.size = 0
+        self.size: int = 0
         self.offsets: IntArray = np.empty(capacity, np.int64)
         self.lengths: IntArray = np.empty(capacity, np.int64)
+        # Value of each range of one entry behind the filled counts, where `knows_values`: only one compiled append has
+        # been noted since the last commit.
+        self.values: IntArray = np.empty(capacity, np.int32)
+        self.knows_values: bool = False
 
     def clear(self) -> None:
         """Forget everything: it is on the device."""
         self.size = 0
+        self.knows_values = False
 
     def mark(self, offsets: IntArray, lengths: IntArray) -> None:
         """Add ranges; of length 0 too.
@@ -47,6 +52,7 @@ class Journal:
         if end > self.offsets.size:
             self.make_room(offsets.size)
             end = self.size + offsets.size
+        self.knows_values = False
         self.offsets[self.size : end] = offsets.ravel()
         self.lengths[self.size : end] = lengths.ravel()
         self.size = end
@@ -59,6 +65,8 @@ class Journal:
             np.concatenate((array[: self.size], np.empty(capacity - self.size, np.int64)))
             for array in (self.offsets, self.lengths)
         )
+        self.values = np.empty(capacity, np.int32)
+        self.knows_values = False
 
     def merge(self) -> tuple[IntArray, IntArray]:
         """Return what is dirty as disjoint ascending ranges, and keep it in that form.
@@ -116,7 +124,14 @@ class _CompiledWrites(Writes):
     def pack_changes(self, block: IntArray) -> int:
         journal = self._rows.journal
         used: int = self._rows._compiled.pack_changes(
-            self._rows.mirror, journal.offsets, journal.lengths, self.num_ranges, block
+            self._rows.mirror,
+            journal.offsets,
+            journal.lengths,
+            journal.values,
+            journal.knows_values,
+            self._rows.filled.size,
+            self.num_ranges,
+            block,
         )
         return used
 
@@ -302,10 +317,13 @@ class HostRows:
             self._stamp,
             journal.offsets,
             journal.lengths,
+            journal.values,
             journal.size,
         )
         if size < 0:
             return False
+        # Without an expansion each of its ranges of one column is one id, and its value was noted.
+        journal.knows_values = journal.size == 0 and not self._expands
         journal.size = size
         return True
 
@@ -384,7 +402,8 @@ class HostRows:
         """Return what differs from the device, without forgetting it."""
         if self._compiled is not None:
             journal = self.journal
-            journal.size, num_values = self._compiled.merge(journal.offsets, journal.lengths, journal.size)
+            journal.size, num_values, is_in_place = self._compiled.merge(journal.offsets, journal.lengths, journal.size)
+            journal.knows_values = journal.knows_values and is_in_place
             return _CompiledWrites(self, num_values)
         return self.plain_writes()
 

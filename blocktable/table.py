@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from blocktable.protocols import Array, Backend, Batch, BlockStore, IntArray, Sl
 from blocktable.registry import check_backend, get_backend
 from blocktable.rows import HostRows
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
+
+if TYPE_CHECKING:
+    from blocktable.replay.recording import Recorder
 
 StepPath = Literal["auto", "separate", "fused"]
 
@@ -697,6 +701,22 @@ class BlockTable:
         return found
 
     # Looking.
+
+    def record(self, path: str | Path, *, digests: bool = False) -> Recorder:
+        """Write every row change and step to a file until the result is closed; `blocktable replay FILE` runs it again.
+
+        A table that is not recorded pays nothing for it.
+
+        Args:
+            path: the file (docs/recording.md); it is replaced.
+            digests: whether to fetch every step's outputs and write their digest down. Slow: it waits for the device.
+
+        Returns:
+            A context manager; its `close` ends the recording.
+        """
+        from blocktable.replay.recording import Recorder  # only a recording needs it
+
+        return Recorder(self, path, digests=digests)
 
     @property
     def num_blocks_per_row(self) -> IntArray:

@@ -140,6 +140,7 @@ class FusedStep:
         self.batch: Batch | None = None
         self._used = HEADER
         self._step_blocks = 0
+        self._num_pairs = 0
 
     def pack(self, writes: Writes) -> bool:
         """Take a commit's changes; False where they must travel through the staging ring."""
@@ -157,7 +158,8 @@ class FusedStep:
             self._set_batch(batch)
         used = self._used
         kernel = next(name for name, size in APPLY_KERNELS if size >= used) if used > TINY else APPLY_KERNELS[0][0]
-        apply_blocks = min(1 + (used + int(self._changes[NULLS])) // BLOCK, MAX_APPLY_BLOCKS)
+        entries = max(used + int(self._changes[NULLS]), self._num_pairs)
+        apply_blocks = min(1 + entries // BLOCK, MAX_APPLY_BLOCKS)
         self._runner.run(kernel, apply_blocks, self._step_blocks, is_new, stream)
 
     def _set_batch(self, batch: Batch) -> None:
@@ -170,6 +172,7 @@ class FusedStep:
         sizes = (batch.num_reqs, batch.num_reqs_padded, batch.num_positions)
         ratio = requests_per_token(batch.num_reqs, batch.num_positions)
         self._step.set(*self._addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, self._slot_blocks, ratio)
+        self._num_pairs = pairs  # about as many held counts are copied as the last batch had
         self._step_blocks = gather_blocks + self._slot_blocks * self._num_groups
         self.batch = batch
 

@@ -157,7 +157,7 @@ static __device__ __forceinline__ int gather_row(
     return columns;
   }
   int whole = width % 4 == 0 ? columns & ~3 : 0;  // groups begin at 128 bytes, so these rows at 16
-#pragma unroll 4
+#pragma unroll 2
   for (int column = 4 * thread; column < whole; column += 4 * num_threads)
     *(int4*)(batch_row + column) = *(const int4*)(table_row + column);
   for (int column = whole + thread; column < columns; column += num_threads) batch_row[column] = table_row[column];

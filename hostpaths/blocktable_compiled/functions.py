@@ -34,6 +34,7 @@ def append(
     stamp,  # a number that no earlier call had
     offsets,  # the journal, written
     lengths,
+    values,  # value of each range of one entry, while it is known
     size,  # ranges in it
 ):
     """Add blocks to rows of all groups; return the journal's new size, or REFUSED with nothing changed."""
@@ -89,6 +90,7 @@ def append(
             if i + AHEAD < ids.size:
                 seen += mirror[offsets[first_range + i + AHEAD]]
             mirror[offsets[first_range + i]] = ids[i]
+            values[first_range + i] = ids[i]
         return size if seen >= 0 else REFUSED  # always the first: entries are at least 0; but the loads must be made
     block, r = 0, first_range
     for g in range(num_groups):
@@ -100,13 +102,18 @@ def append(
                     mirror[entry] = ids[block] * k + part
                     entry += 1
                 block += 1
+            if lengths[r] == 1:
+                values[r] = mirror[offsets[r]]
             r += 1
     return size
 
 
 @njit(cache=True, nogil=True)
 def merge(offsets, lengths, size):
-    """Make the journal disjoint and ascending, in place; return its new size and the entries of all ranges."""
+    """Make the journal disjoint and ascending, in place.
+
+    Returns its new size, the entries of all ranges, and whether every range has stayed where it was.
+    """
     kept, total = 0, 0
     ascending = True
     end = np.int64(-1)
@@ -120,7 +127,7 @@ def merge(offsets, lengths, size):
         total += lengths[i]
         kept += 1
     if ascending:
-        return kept, total
+        return kept, total, kept == size
     order = np.argsort(offsets[:kept])
     sorted_offsets, sorted_lengths = offsets[:kept][order], lengths[:kept][order]
     size, total = 0, 0
@@ -134,7 +141,7 @@ def merge(offsets, lengths, size):
             offsets[size], lengths[size] = start, end - start
             total += end - start
             size += 1
-    return size, total
+    return size, total, False
 
 
 @njit(cache=True, nogil=True)
@@ -146,7 +153,7 @@ def _is_null(mirror, offset, length):
 
 
 @njit(cache=True, nogil=True)
-def pack_changes(mirror, offsets, lengths, size, block):
+def pack_changes(mirror, offsets, lengths, values_of, knows_values, first_known, size, block):
     """As `Writes.pack_changes`, straight from the journal, which is merged: the entries used; 0: no room."""
     singles = num_ranges = values = nulls = null_entries = 0
     for i in range(size):
@@ -170,7 +177,9 @@ def pack_changes(mirror, offsets, lengths, size, block):
     for i in range(size):
         offset, length = offsets[i], lengths[i]
         if length == 1:
-            block[single], block[single + singles] = offset, mirror[offset]
+            # The mirror's rows lie far apart: what the append has noted saves 2,048 cache misses of 7 ns.
+            is_known = knows_values and offset >= first_known
+            block[single], block[single + singles] = offset, values_of[i] if is_known else mirror[offset]
             single += 1
         elif _is_null(mirror, offset, length):
             block[null], block[null + nulls] = offset, null_start
