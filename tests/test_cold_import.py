@@ -79,7 +79,7 @@ for info in bt.list_backends():
     except bt.BackendUnavailableError as error:
         assert repr(info.name) in str(error), error
         how = f"blocktable[{info.name}]"  # what pip is to install
-        assert not missing or (how in str(error) and any(name in str(error) for name in missing)), error
+        assert not missing or (how in str(error) and any(name in str(error) for name in needs[info.name])), error
     else:
         assert not missing, f"{info.name} runs without {missing}"
 """
