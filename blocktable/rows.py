@@ -20,6 +20,9 @@ from blocktable.protocols import IntArray, Writes, ranges
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
+BULK_SHARE, BULK_ENTRIES = 0.5, 1 << 16
+"""Above this share of changed entries a commit sends all of an arena of at least so many (docs/performance.md)."""
+
 MAX_RANGE = 1 << 30
 """Entries of the longest range of a commit: lengths are int32."""
 
@@ -169,6 +172,8 @@ class HostRows:
         self._lowest_ids = [0 if group.takes_null else 1 for group in groups]
         self._id_limits = [group.block_id_limit for group in groups]
         self._safe_ids = max(self._lowest_ids), min(self._id_limits) - 1
+        is_large = arena.size >= BULK_ENTRIES
+        self._most_scattered = int(BULK_SHARE * arena.size) if is_large else arena.size
         self._compiled: Any = compiled_host_path()
         self._geometry: IntArray = np.column_stack(
             (
@@ -399,17 +404,26 @@ class HostRows:
         self.journal.mark(np.zeros(1, np.int64), np.array([self.arena.size]))
 
     def writes(self) -> Writes:
-        """Return what differs from the device, without forgetting it."""
+        """Return what differs from the device, without forgetting it.
+
+        Where that is most of a large table, the whole arena as one range, which needs no scatter.
+        """
         if self._compiled is not None:
             journal = self.journal
             journal.size, num_values, is_in_place = self._compiled.merge(journal.offsets, journal.lengths, journal.size)
             journal.knows_values = journal.knows_values and is_in_place
+            if num_values > self._most_scattered and journal.size > 1:
+                self.invalidate()
+                return self.plain_writes()
             return _CompiledWrites(self, num_values)
         return self.plain_writes()
 
     def plain_writes(self) -> Writes:
         """As `writes`, by numpy."""
         offsets, lengths = self.journal.merge()
+        if lengths.size > 1 and lengths.sum() > self._most_scattered:
+            self.invalidate()
+            offsets, lengths = self.journal.merge()
         if lengths.size and lengths.max() > MAX_RANGE:
             offsets, lengths = _split_ranges(offsets, lengths)
         return Writes(self.arena, offsets, lengths.astype(np.int32), _take(self.mirror, offsets, lengths))
@@ -460,7 +474,7 @@ def _take(mirror: IntArray, offsets: IntArray, lengths: IntArray) -> IntArray:
     """Return the contents of every range; of one range, such as a whole arena, without a copy."""
     if offsets.size == 1:
         return mirror[offsets[0] : offsets[0] + lengths[0]]
-    if offsets.size < 64:
+    if 0 < offsets.size < 64 and lengths.max() > 4096:  # an index of 8 bytes an entry would cost more than the copy
         return np.concatenate([mirror[:0], *(mirror[o : o + n] for o, n in zip(offsets, lengths, strict=True))])
     return mirror[_entries(offsets, lengths)]
 

@@ -580,7 +580,8 @@ class BlockTable:
         if idx_mapping is None and padded > requests:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
         if self._has_streams:
-            _refuse_host_tensors(idx_mapping, query_start_loc, positions, num_computed_tokens)
+            for array in (idx_mapping, query_start_loc, positions, num_computed_tokens):
+                self._require_device(array)
         # With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy.
         wants_tables = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
         return Batch(
@@ -614,6 +615,17 @@ class BlockTable:
         if requests > self.config.max_num_reqs:
             raise ArgumentError(f"A batch of {requests} requests is above max_num_reqs {self.config.max_num_reqs}.")
         return requests
+
+    def _require_device(self, array: Array | None) -> None:
+        """Refuse what lies elsewhere, before anything is committed."""
+        if not getattr(array, "is_cuda", True):
+            raise ArgumentError(
+                "A torch tensor in the host's memory was given; pass it on the table's device, or as a numpy array, "
+                "which is staged."
+            )
+        owner, own = stream_owner(array), stream_owner(self.buffers.slot_mappings[0])
+        if owner is not None and own is not None and owner[1] != own[1]:
+            raise ArgumentError(f"An array on device {owner[1]} was given to a table on device {own[1]}.")
 
     def _require_tokens(self, query_start_loc: Array | None, positions: Array | None) -> None:
         if query_start_loc is None:
@@ -802,15 +814,6 @@ class BlockTable:
         shard = self.config.context_parallel
         turn, offset = divmod(local, shard.interleave_size)
         return turn * shard.world_size * shard.interleave_size + shard.rank * shard.interleave_size + offset
-
-
-def _refuse_host_tensors(*arrays: Array | None) -> None:
-    for array in arrays:
-        if not getattr(array, "is_cuda", True):
-            raise ArgumentError(
-                "A torch tensor in the host's memory was given; pass it on the table's device, or as a numpy array, "
-                "which is staged."
-            )
 
 
 def _view_key(batch: Batch) -> tuple[int, bool, bool]:

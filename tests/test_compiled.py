@@ -134,3 +134,26 @@ def test_the_steady_append_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     host.append_rows(np.array([3, 1]), [np.array([5, 6], np.int32)] * 3, np.array([1, 1]))
     assert not calls
     assert host.filled[:, 3].tolist() == [1, 3, 1]
+
+
+@pytest.mark.parametrize("path", ["compiled", "numpy"])
+@pytest.mark.parametrize(("num_rows", "num_ranges"), [(100, None), (200, 1)])
+def test_most_of_a_large_table_is_sent_as_one_range(
+    path: str, num_rows: int, num_ranges: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules: R9."""
+    monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
+    config = BlockTableConfig(
+        groups=[KVCacheGroup(block_size=16)], max_num_reqs=256, max_num_batched_tokens=64, max_model_len=16 * 512
+    )
+    host = HostRows(config)
+    rows = np.arange(num_rows)[::-1].copy()
+    host.set(rows, np.tile(np.arange(1, 481, dtype=np.int32), num_rows), np.full(num_rows, 480))
+    writes = host.writes()
+    assert writes.num_ranges == (num_rows + 1 if num_ranges is None else num_ranges)
+    sent = np.zeros(config.arena.size, np.int32)
+    for offset, length, values in zip(
+        writes.offsets, writes.lengths, np.split(writes.values, np.cumsum(writes.lengths)[:-1]), strict=True
+    ):
+        sent[offset : offset + length] = values
+    assert np.array_equal(sent, host.mirror)
