@@ -17,10 +17,10 @@ from blocktable.errors import (
     UnknownBackendError,
     UnsupportedError,
 )
-from blocktable.graph import KernelNode, StepGraph
+from blocktable.graph import KernelArguments, KernelNode, StepGraph
 from blocktable.protocols import Array, Backend, Batch, BlockStore, SlotMapper, Step, StepBuffers, Writes, ranges
 from blocktable.registry import BackendInfo, get_backend, list_backends
-from blocktable.staging import StagingRing, pack_writes, staged_entries, staging_mode, steady_entries
+from blocktable.staging import StagingRing, StepMarks, pack_writes, staged_entries, staging_mode, steady_entries
 from blocktable.streams import address_of, stream_handle
 from blocktable.table import BlockTable, SlotLocation
 
@@ -47,6 +47,7 @@ __all__ = [
     "ContextParallel",
     "DtypeError",
     "KVCacheGroup",
+    "KernelArguments",
     "KernelNode",
     "RowCapacityError",
     "RowIndexError",
@@ -56,6 +57,7 @@ __all__ = [
     "Step",
     "StepBuffers",
     "StepGraph",
+    "StepMarks",
     "UnknownBackendError",
     "UnsupportedError",
     "Writes",

@@ -7,10 +7,36 @@ numba-cuda bring along.
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+
+class KernelArguments:
+    """A kernel's arguments in one block of memory.
+
+    Args:
+        layout: the arguments as `struct` writes them, naturally aligned.
+
+    Attributes:
+        addresses: where each argument lies.
+    """
+
+    def __init__(self, layout: str) -> None:
+        self._packer = struct.Struct("@" + layout)
+        self._memory = ctypes.create_string_buffer(self._packer.size)
+        start = ctypes.addressof(self._memory)
+        self.addresses: list[int] = [
+            start + struct.calcsize("@" + layout[: index + 1]) - struct.calcsize("@" + kind)
+            for index, kind in enumerate(layout)
+        ]
+
+    def set(self, *values: int) -> None:
+        """Write all of them; one that does not fit its type raises."""
+        self._packer.pack_into(self._memory, 0, *values)
 
 
 class KernelNode:
@@ -33,7 +59,7 @@ class KernelNode:
         params.blockDimX, params.blockDimY, params.blockDimZ = block, 1, 1
         params.sharedMemBytes = shared_bytes
         params.kernelParams = self._addresses.ctypes.data
-        self.params = params
+        self.params: Any = params
         self.set_function(function)
 
     def set_function(self, function: int) -> None:

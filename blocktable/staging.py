@@ -6,6 +6,7 @@ Shared by the device backends, since it decides what R9 promises; the memory its
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -87,3 +88,39 @@ class StagingRing(Generic[Slot]):
         """Say that the slot is in use until `mark`, and go on to the next one."""
         self._marks[self._next] = mark
         self._next = (self._next + 1) % len(self._slots)
+
+
+class StepMarks:
+    """Completion marks without events: a kernel of each step writes the step's number where the host reads it.
+
+    For steps that are launched as one graph. Recording an event would cost as much as the launch, and a wait here is
+    a look at memory.
+
+    Args:
+        shown: [1] int64. The host's view of that memory, which holds 0.
+    """
+
+    def __init__(self, shown: IntArray) -> None:
+        self._shown = shown
+        self._last = 0
+
+    def next(self) -> int:
+        """Return the number of a step that is about to be launched; counted from 1."""
+        self._last += 1
+        return self._last
+
+    def wait(self, mark: int, check: Callable[[], Any]) -> None:
+        """Wait until the device has finished the step of that number.
+
+        Args:
+            mark: the number.
+            check: raises where the device has failed and will never write it; asked every second.
+        """
+        spins, last_check = 0, time.monotonic()
+        while self._shown[0] < mark:
+            spins += 1
+            if spins > 100:  # the first microseconds without giving the processor away
+                time.sleep(20e-6)
+                if time.monotonic() - last_check > 1:
+                    check()
+                    last_check = time.monotonic()

@@ -7,6 +7,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blocktable import StepMarks
 from blocktable_numba import SIMULATOR_VARIABLE, NumbaBackend
 
 NEEDS_NUMBA = pytest.mark.skipif(
@@ -89,6 +92,158 @@ def test_a_launch_hands_over_the_exact_bytes_of_each_argument(monkeypatch: pytes
     high = 2**46 + 8
     kernels.launch_map_slots(kernel, 256, None, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, stream)
     assert seen == [(77, (3, 2, 1, 256, 1, 1, 0, 5), [0, 0, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600])]
+
+
+# The fused step.
+
+
+class FakeDriver:
+    """What a graph asks of the driver, noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cuda.bindings import driver
+
+        self.calls: list[tuple[Any, ...]] = []
+        self.kinds: dict[int, tuple[Any, ...]] = {}
+        answers = {
+            "cuGraphCreate": lambda flags: (0, 1),
+            "cuGraphInstantiate": lambda graph, flags: (0, 2),
+            "cuGraphAddKernelNode": lambda graph, before, count, params: (0, int(params.func)),
+            "cuGraphExecKernelNodeSetParams": self._set_params,
+            "cuGraphLaunch": self._launch,
+            "cuGraphExecDestroy": lambda graph: (0,),
+            "cuGraphDestroy": lambda graph: (0,),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(driver, name, answer)
+
+    def _launch(self, graph: int, stream: int) -> tuple[int]:
+        self.calls.append(("launch", stream))
+        return (0,)
+
+    def _set_params(self, graph: int, node: int, params: Any) -> tuple[int]:
+        kinds = self.kinds[node]
+        addresses = (ctypes.c_void_p * len(kinds)).from_address(int(params.kernelParams))
+        sizes = [4 if str(kind) == "int32" else 8 for kind in kinds]
+        cells = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
+        values = [int.from_bytes(cell, "little", signed=True) for cell in cells]
+        self.calls.append((node, params.gridDimX, params.blockDimX, values))
+        return (0,)
+
+
+@NEEDS_NUMBA
+def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R21."""
+    from blocktable_numba import device, fused_step, kernels
+
+    fake = FakeDriver(monkeypatch)
+    fake.kinds = {
+        handle: kernels.signature(name, "int64") for handle, name in ((77, "apply_changes"), (88, "step_batch"))
+    }
+    apply_changes, step_batch = (device.GpuKernel(*item) for item in fake.kinds.items())
+    runner = fused_step.GraphRunner((apply_changes, step_batch), 128)
+    stream = SimpleNamespace(handle=5)
+    high = 2**46 + 8
+    apply = [high, 1, 2, 3, 4, 5, high + 8, 6, 7, 2**33, high + 16, 8, 2**40, high + 24]
+    step = [high, 1, high, 1, high, high, *range(2, 6), high, 6, high, 2**33, high, high, 7, 8, 9, high, high]
+    first, second = (3, tuple(apply)), (4, tuple(step))
+    runner.run((first, second), stream)
+    runner.run(((3, tuple(apply)), second), stream)  # equal, if not the same
+    runner.run(((2, tuple(apply)), second), stream)
+    assert fake.calls == [
+        (77, 3, 128, apply),
+        (88, 4, 128, step),
+        ("launch", 5),
+        ("launch", 5),
+        (77, 2, 128, apply),
+        ("launch", 5),
+    ]
+
+
+FUSED = """
+import numpy as np
+import blocktable as bt
+from blocktable_numba import NumbaBackend
+
+config = bt.BlockTableConfig(
+    groups=[bt.KVCacheGroup(block_size=4)], max_num_reqs=3, max_num_batched_tokens=8, max_model_len=64
+)
+table = bt.BlockTable(config, NumbaBackend(), step_path="fused")
+store, to_device = table.store, table.backend.from_host
+arrays = [to_device(array) for array in (np.array([1], np.int32), np.array([0, 2], np.int32), np.array([1, 6]))]
+calls = []
+for name in ("write", "gather"):
+    def noted(*args, _name=name, _call=getattr(store, name), **kwargs):
+        calls.append(_name)
+        return _call(*args, **kwargs)
+    setattr(store, name, noted)
+
+def step(message):
+    calls.clear()
+    slots = table.backend.to_host(table.step(*arrays).slot_mappings[0])
+    print(message, *calls, *slots[:2], int(store._shown.host[0]), store._writes_ring._marks)
+
+step("empty")
+table.set_row(1, [5, 6])
+step("two")
+table.set_row(1, [7, 8])
+step("two")
+step("none")
+for block_id in (1, 2, 3):
+    table.set_row(1, [block_id, 9])
+    step("wait")
+store.device.is_capturing = lambda stream: True
+step("captured")
+table.set_row(1, [7, 8])
+try:
+    step("refused")
+except bt.BlockTableError as error:
+    print(str(error).partition(":")[0])
+"""
+
+
+@NEEDS_NUMBA
+def test_changes_of_a_fused_step_travel_in_a_ring_whose_marks_are_numbers() -> None:
+    """Rules: R9, R21."""
+    assert run_simulated(FUSED, BLOCKTABLE_STAGING="mapped").splitlines() == [
+        "empty -1 -1 0 [None, None]",
+        "two 21 26 1 [1, None]",
+        "two 29 34 2 [1, 2]",
+        "none 29 34 2 [1, 2]",
+        "wait 5 38 3 [3, 2]",
+        "wait 9 38 4 [3, 4]",
+        "wait 13 38 5 [5, 4]",
+        "captured gather 13 38 5 [5, 4]",
+        "A step with pending changes cannot be captured",
+    ]
+
+
+@NEEDS_NUMBA
+def test_changes_of_a_fused_step_are_written_first_where_mapped_memory_does_not_work() -> None:
+    """Rules: R9."""
+    lines = run_simulated(FUSED, BLOCKTABLE_STAGING="copy").splitlines()
+    assert lines[:4] == [
+        "empty -1 -1 0 [None, None]",
+        "two write 21 26 0 [None, None]",
+        "two write 29 34 0 [None, None]",
+        "none 29 34 0 [None, None]",
+    ]
+
+
+def test_a_wait_for_a_step_ends_when_the_device_shows_its_number_or_has_failed() -> None:
+    """Rules: R9."""
+    shown = np.zeros(1, np.int64)
+    marks = StepMarks(shown)
+    assert [marks.next(), marks.next()] == [1, 2]
+    shown[0] = 1
+    marks.wait(1, never_launched)
+    timer = threading.Timer(0.05, lambda: shown.__setitem__(0, 2))
+    start = time.monotonic()
+    timer.start()
+    marks.wait(2, never_launched)
+    assert 0.04 < time.monotonic() - start < 1
+    with pytest.raises(AssertionError):
+        marks.wait(3, never_launched)
 
 
 # Staging.

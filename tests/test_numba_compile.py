@@ -12,7 +12,11 @@ import sys
 import pytest
 
 ARCHITECTURES = (80, 90, 100)
-KERNELS = ("scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots")
+KERNELS = (
+    *("scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots"),
+    *("apply_changes", "step_batch"),
+)
+FEATURES = ("all", "none")
 SLOT_DTYPES = ("int64", "int32")
 BITS = {"int32": 32, "int64": 64}
 
@@ -20,23 +24,30 @@ COMPILE = """
 import json
 from numba import cuda
 from numba.cuda.cudadrv import nvvm
-from blocktable_numba.kernels import KERNELS, signature
+from blocktable import BlockTableConfig, KVCacheGroup
+from blocktable_numba.kernels import KERNELS, needed_features, signature, specialised
 
+plain = BlockTableConfig(
+    groups=[KVCacheGroup(block_size=16)], max_num_reqs=1, max_num_batched_tokens=1, max_model_len=1
+)
+features = {"all": (), "none": needed_features(plain)}
 found = {}
 if nvvm.is_available():
     for architecture in ARCHITECTURES:
         for slot_dtype in SLOT_DTYPES:
-            for name, kernel in KERNELS.items():
+            for name in KERNELS:
                 kinds = signature(name, slot_dtype)
-                ptx, _ = cuda.compile_ptx(kernel.py_func, kinds, cc=divmod(architecture, 10))
-                found[f"{architecture} {slot_dtype} {name}"] = ptx, [str(kind) for kind in kinds]
+                for label, needed in features.items():
+                    kernel = specialised(name, needed).py_func
+                    ptx, _ = cuda.compile_ptx(kernel, kinds, cc=divmod(architecture, 10))
+                    found[f"{architecture} {slot_dtype} {name} {label}"] = ptx, [str(kind) for kind in kinds]
 print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, tuple[str, list[str]]]:
-    """Return "architecture slot_dtype kernel" -> PTX and the type of each argument.
+    """Return "architecture slot_dtype kernel features" -> PTX and the type of each argument.
 
     From a process of its own: the simulator, where it is asked for, has no compiler.
     """
@@ -55,11 +66,12 @@ def compiled() -> dict[str, tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("slot_dtype", SLOT_DTYPES)
+@pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile_ahead_of_time(
-    compiled: dict[str, tuple[str, list[str]]], architecture: int, slot_dtype: str, name: str
+    compiled: dict[str, tuple[str, list[str]]], architecture: int, slot_dtype: str, name: str, features: str
 ) -> None:
-    ptx, kinds = compiled[f"{architecture} {slot_dtype} {name}"]
+    ptx, kinds = compiled[f"{architecture} {slot_dtype} {name} {features}"]
     assert f".target sm_{architecture}" in ptx
     assert re.search(rf"\.entry \w*{name}\w*\(", ptx)
     # The launch hands each argument over as bytes: their number and sizes are what GpuKernel takes them to be.
@@ -70,7 +82,20 @@ def test_kernels_compile_ahead_of_time(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_small_numbers_are_divided_in_32_bits(compiled: dict[str, tuple[str, list[str]]], architecture: int) -> None:
-    ptx, _ = compiled[f"{architecture} int64 map_slots"]
+@pytest.mark.parametrize("name", ["map_slots", "step_batch"])
+def test_small_numbers_are_divided_in_32_bits(
+    compiled: dict[str, tuple[str, list[str]]], architecture: int, name: str
+) -> None:
+    ptx, _ = compiled[f"{architecture} int64 {name} all"]
     assert ptx.count("div.u32") >= ptx.count("div.u64") > 0
     assert "div.s64" not in ptx
+
+
+@pytest.mark.parametrize("architecture", [80, 90])  # NVVM's newer LLVM, from sm_100 on, unrolls all the same
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_is_divided_in_64_bits_where_no_group_needs_it(
+    compiled: dict[str, tuple[str, list[str]]], architecture: int, name: str
+) -> None:
+    """Not even to count a loop's turns: LLVM would, to unroll it."""
+    ptx, _ = compiled[f"{architecture} int64 {name} none"]
+    assert not re.search(r"(div|rem)\.[su]64", ptx)

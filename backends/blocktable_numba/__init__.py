@@ -27,6 +27,8 @@ class NumbaBackend:
     def __init__(self) -> None:
         self.is_emulated = os.environ.get(SIMULATOR_VARIABLE, "") not in ("", "0")
         declared = {"int32_slots"} if self.is_emulated else {"int32_slots", "streams", "graph_capture"}
+        if self.is_emulated or importlib.util.find_spec("cuda") is not None:  # cuda-bindings
+            declared.add("fused_step")
         self.capabilities = frozenset(declared)
         self.description = "numba (simulator)" if self.is_emulated else "numba"
 
@@ -69,14 +71,14 @@ class NumbaBackend:
         """Kernels compiled so far in this process: one for each signature. The simulator compiles none."""
         if self.is_emulated:
             return 0
-        from blocktable_numba.kernels import KERNELS
+        from blocktable_numba.kernels import SPECIALISED
 
-        return sum(len(kernel.signatures) for kernel in KERNELS.values())
+        return sum(len(kernel.signatures) for kernel in SPECIALISED)
 
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> Any:
         from blocktable_numba.block_store import NumbaBlockStore
 
-        return NumbaBlockStore(config, self._device(device))
+        return NumbaBlockStore(config, self._device(device), has_fused_step="fused_step" in self.capabilities)
 
     def create_slot_mapper(self, store: Any) -> Any:
         from blocktable_numba.slot_mapper import NumbaSlotMapper

@@ -17,18 +17,23 @@ from blocktable import (
     BlockTableError,
     StagingRing,
     StepBuffers,
+    StepMarks,
     Writes,
     pack_writes,
     staged_entries,
     steady_entries,
 )
-from blocktable_numba.device import refuse_capture
+from blocktable_numba.device import StagingSlot, refuse_capture
+from blocktable_numba.fused_step import HEADER, FusedStep
 from blocktable_numba.kernels import (
     Pointer,
     launch_gather_block_tables,
     launch_null_stale_columns,
     launch_scatter_writes,
+    needed_features,
 )
+
+INT32_LIMIT = 2**31
 
 
 class SlotMappings(tuple[Any, ...]):
@@ -48,12 +53,14 @@ class NumbaBuffers(StepBuffers):
     """Outputs, and what they are views of.
 
     Attributes:
-        batch: [arena.size + 1] int32. The batch tables and how many columns each row holds, laid out as the arena; then
-            how many rows the last batch had.
+        batch: [arena.size + 2 + num_groups * max_num_reqs] int32. The batch tables and how many columns each row holds,
+            laid out as the arena; then how many rows the last batch had, and the fused step's copy of these counts.
+        fused: the fused step over them; None where steps are separate launches.
     """
 
     slot_mappings: SlotMappings
     batch: Any
+    fused: FusedStep | None
 
 
 class Inputs(NamedTuple):
@@ -72,19 +79,34 @@ INPUTS = Inputs._fields[1:]  # positions first: it is the one of 8-byte entries
 class NumbaBlockStore:
     """Arena, staging and gather of one table."""
 
-    def __init__(self, config: BlockTableConfig, device: Any) -> None:
+    def __init__(self, config: BlockTableConfig, device: Any, *, has_fused_step: bool = True) -> None:
         self.config = config
         self.device = device
         self.arena = device.full(config.arena.size, NULL_BLOCK_ID, "int32")
         self.groups = device.upload(config.group_fields().reshape(-1))
         self.arena_address, self.groups_address = device.address(self.arena), device.address(self.groups)
+        self.features = needed_features(config)
         self._scatter, self._null_stale, self._gather = (
-            device.kernel(name, config.slot_dtype)
+            device.kernel(name, config.slot_dtype, self.features)
             for name in ("scatter_writes", "null_stale_columns", "gather_block_tables")
         )
         self._steady_entries = steady_entries(config)
-        slots = [device.staging_slot(self._steady_entries) for _ in range(config.steps_in_flight)]
-        self._writes_ring: StagingRing[Any] = StagingRing(slots, device.wait)
+        slots = [device.staging_slot(self._steady_entries + HEADER) for _ in range(config.steps_in_flight)]
+        self._writes_ring: StagingRing[Any] = StagingRing(slots, self._wait)
+        self.step_kernels = (
+            tuple(device.kernel(name, config.slot_dtype, self.features) for name in ("apply_changes", "step_batch"))
+            if has_fused_step
+            else None
+        )
+        # Compact changes count entries in int32, and are read where the host wrote them.
+        self._takes_changes = device.is_mapped and config.arena.size < INT32_LIMIT
+        shown = device.staging_slot(2)
+        shown.host[:] = 0
+        self._marks = StepMarks(shown.host.view(np.int64))
+        self._last_mark = device.full(1, 0, "int64")
+        self.last_mark_address, self.shown_mark_address = device.address(self._last_mark), shown.address
+        self._shown = shown  # owns the memory
+        self.mapper: Any = None  # the slot mapper over this store, once it is made
         self._input_entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
         # gather and compute_slot_mappings take a slot each
         num_slots = 0 if device.takes_host_arrays else 2 * config.steps_in_flight
@@ -141,6 +163,13 @@ class NumbaBlockStore:
             else:
                 self._writes_ring.release(mark)
 
+    def _wait(self, mark: Any) -> None:
+        """Wait for a fused step's number, or for what the device made as a mark."""
+        if isinstance(mark, int):
+            self._marks.wait(mark, lambda: self.device.check(self._last_stream))
+        else:
+            self.device.wait(mark)
+
     def table(self, group: int) -> Any:
         with self.device.current():  # Numba makes a view only where a GPU is current
             return self.config.arena.view(self.arena, group)
@@ -148,13 +177,14 @@ class NumbaBlockStore:
     def create_buffers(self) -> NumbaBuffers:
         arena, device, num_tokens = self.config.arena, self.device, self.config.max_num_batched_tokens
         with device.current():
-            batch = device.full(arena.size + 1, NULL_BLOCK_ID, "int32")
+            batch = device.full(arena.size + 2 + arena.num_groups * arena.num_rows, NULL_BLOCK_ID, "int32")
             slots = device.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
             device.synchronize()
             return NumbaBuffers(
                 block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
                 slot_mappings=SlotMappings.of(slots, arena.num_groups, num_tokens),
                 batch=batch,
+                fused=FusedStep(self, device.address(batch), device.address(slots)) if self.step_kernels else None,
             )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
@@ -182,6 +212,53 @@ class NumbaBlockStore:
             launch_gather_block_tables(
                 self._gather, tile, inputs.idx_mapping, inputs.num_computed_tokens, *sizes, *tail
             )
+
+    def step(self, writes: Writes, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        """Do a whole step; inside a foreign capture by the plain kernels (R21)."""
+        if self.device.is_current():
+            self._step(writes, batch, out, stream)
+            return
+        with self.device.current():
+            self._step(writes, batch, out, stream)
+
+    def _step(self, writes: Writes, batch: Batch, out: StepBuffers, stream: int | None) -> None:
+        assert isinstance(out, NumbaBuffers)
+        fused = out.fused
+        assert fused is not None
+        native, capturing = self.enter(stream)
+        if capturing:
+            refuse_capture(writes.num_ranges > 0, "A step with pending changes")
+            self._plain_step(batch, out, stream)
+        elif batch is not fused.batch and self._has_host_arrays(batch):
+            self.write(writes, stream=stream)
+            self._plain_step(batch, out, stream)
+        else:
+            slot = self._pack(writes)
+            if slot is None:
+                if writes.num_ranges:
+                    self.write(writes, stream=stream)
+                fused.run(batch, None, 0, native)
+            else:
+                mark = self._marks.next()
+                fused.run(batch, slot, mark, native)
+                self._writes_ring.release(mark)
+
+    def _pack(self, writes: Writes) -> StagingSlot | None:
+        """Put a commit's changes into a slot; None where there are none, or they must travel the plain way."""
+        if writes.num_ranges == 0 or not self._takes_changes:
+            return None
+        slot: StagingSlot = self._writes_ring.acquire()
+        return slot if writes.pack_changes(slot.host) else None
+
+    def _has_host_arrays(self, batch: Batch) -> bool:
+        return not self.device.takes_host_arrays and any(
+            isinstance(getattr(batch, name), np.ndarray) for name in INPUTS
+        )
+
+    def _plain_step(self, batch: Batch, out: StepBuffers, stream: int | None) -> None:
+        if batch.wants_tables:
+            self.gather(batch, out, stream=stream)
+        self.mapper.compute_slot_mappings(batch, out.slot_mappings, stream=stream)
 
     @contextmanager
     def inputs(self, batch: Batch, handle: int | None) -> Iterator[Inputs]:

@@ -15,16 +15,20 @@ from cuda.core.utils import StridedMemoryView
 from numba import cuda, types
 
 from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, ArgumentError, BlockTableError, DtypeError, address_of
-from blocktable_numba.kernels import KERNELS, signature
+from blocktable_numba.fused_step import GraphRunner, SimulatedRunner
+from blocktable_numba.kernels import KERNELS, MAX_INT32, signature, specialised
 
 SIMULATED_TILE = 4
 SIMULATED_GRID = 2  # blocks along each axis: a simulated thread costs some 250 us
-TILE = 256
+TILE = 128
 
 LEGACY_STREAM = 1  # 0 is the same stream, unless CUDA's Python bindings are told otherwise
 
 BYTES = {NULL_BLOCK_ID: 0x00, PAD_SLOT_ID: 0xFF}
 """What both look like, byte by byte."""
+
+Features = tuple[tuple[str, bool], ...]
+"""What kernels are compiled with: `kernels.needed_features`."""
 
 _simulator_lock = threading.Lock()  # it runs one kernel at a time
 
@@ -52,10 +56,15 @@ class Device:
 
     tile: int
     takes_host_arrays: bool
+    step_runner: Any
+    max_step_blocks: int  # for each part of a fused step's kernels: the changes, the gather, a group's slots
 
     def __init__(self, staging: str = "auto") -> None:
         if staging == "params":
-            raise ArgumentError("BLOCKTABLE_STAGING=params is for the fused step; choose auto, mapped or copy.")
+            raise ArgumentError(
+                "BLOCKTABLE_STAGING=params needs kernels that take changes by value, which Numba has not; choose auto, "
+                "mapped or copy."
+            )
         self._staging = staging
 
     @cached_property
@@ -100,13 +109,15 @@ class SimulatedKernel:
     def __init__(self, name: str, slot_dtype: str) -> None:
         self._kernel = KERNELS[name]
         self._types = signature(name, slot_dtype)
+        self._is_fused = name in ("apply_changes", "step_batch")
 
     def __call__(self, grid: tuple[int, int], block: tuple[int], args: tuple[Any, ...], stream: Any = None) -> None:
         arrays = [
             arg.entries(str(kind.dtype)) if isinstance(arg, SimulatedPointer) else arg
             for kind, arg in zip(self._types, args, strict=True)
         ]
-        small_grid = tuple(min(size, SIMULATED_GRID) for size in grid)
+        # A fused step's blocks have different work, and are few.
+        small_grid = grid if self._is_fused else tuple(min(size, SIMULATED_GRID) for size in grid)
         with _simulator_lock:
             self._kernel[small_grid, block](*arrays)
 
@@ -116,11 +127,20 @@ class SimulatedDevice(Device):
 
     tile = SIMULATED_TILE
     takes_host_arrays = True
+    step_runner = SimulatedRunner
+    max_step_blocks = 1
 
     def __init__(self, device: Any = None, staging: str = "auto") -> None:
         if device is not None:
             raise ArgumentError(f"Numba's simulator has no device to choose, got device={device!r}; leave it None.")
         super().__init__(staging)
+
+    def is_current(self) -> bool:
+        return True
+
+    def is_torch(self, array: Any) -> bool:
+        """Whether an array says its address at the price of a call: here none does, since addresses are no numbers."""
+        return False
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -140,7 +160,7 @@ class SimulatedDevice(Device):
     def synchronize(self) -> None:
         """Everything is done."""
 
-    def kernel(self, name: str, slot_dtype: str) -> SimulatedKernel:
+    def kernel(self, name: str, slot_dtype: str, features: Features = ()) -> SimulatedKernel:
         return SimulatedKernel(name, slot_dtype)
 
     def address(self, array: Any) -> SimulatedPointer:
@@ -178,6 +198,9 @@ class SimulatedDevice(Device):
     def wait(self, mark: Any) -> None:
         """Everything is done."""
 
+    def check(self, stream: Any) -> None:
+        """Nothing can have failed."""
+
     def order(self, before: Any, after: Any) -> None:
         """There is one stream."""
 
@@ -189,6 +212,11 @@ class GpuKernel:
     """
 
     def __init__(self, handle: int, types_of_arguments: tuple[Any, ...]) -> None:
+        self.handle = handle
+        self.layout = "".join(
+            "Q" if isinstance(kind, types.CPointer) else {"int32": "i", "int64": "q"}[str(kind)]
+            for kind in types_of_arguments
+        )
         self._function = driver.CUfunction(handle)
         self._cells = [_cell(kind) for kind in types_of_arguments]
         addresses = [ctypes.addressof(cell) for cell in self._cells]
@@ -215,6 +243,8 @@ class NumbaDevice(Device):
 
     tile = TILE
     takes_host_arrays = False
+    step_runner = GraphRunner
+    max_step_blocks = MAX_INT32
 
     def __init__(self, device: Any = None, staging: str = "auto") -> None:
         # The simulator has neither of the two.
@@ -231,8 +261,14 @@ class NumbaDevice(Device):
 
     def current(self) -> AbstractContextManager[Any]:
         """Make this GPU the current one; a no-op where it is, which is what an engine does."""
-        here = int(_call(driver.cuCtxGetCurrent)) == self._context
-        return nullcontext() if here else cuda.gpus[self.index]
+        return nullcontext() if self.is_current() else cuda.gpus[self.index]
+
+    def is_current(self) -> bool:
+        return int(_call(driver.cuCtxGetCurrent)) == self._context
+
+    def is_torch(self, array: Any) -> bool:
+        """Whether an array says its address at the price of a call."""
+        return hasattr(array, "data_ptr")
 
     def full(self, size: int, value: int, dtype: str) -> Any:
         with self.current():
@@ -263,11 +299,12 @@ class NumbaDevice(Device):
         with self.current():
             cuda.synchronize()
 
-    def kernel(self, name: str, slot_dtype: str) -> GpuKernel:
+    def kernel(self, name: str, slot_dtype: str, features: Features = ()) -> GpuKernel:
+        """Return a kernel that is ready to launch; without a say all features are compiled."""
         types_of_arguments = signature(name, slot_dtype)
         with self.current(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Numba's linker warns wherever there is no nvJitLink
-            compiled = KERNELS[name].compile(types_of_arguments)
+            compiled = specialised(name, features).compile(types_of_arguments)
             compiled.bind()
             return GpuKernel(int(compiled.library.get_cufunc().handle), types_of_arguments)
 
@@ -334,6 +371,12 @@ class NumbaDevice(Device):
     def wait(self, mark: Any) -> None:
         mark.synchronize()
         self._idle_events.append(mark)
+
+    def check(self, stream: Any) -> None:
+        """Raise where the device has failed."""
+        (error,) = driver.cuStreamQuery(stream.handle)
+        if error not in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY):
+            raise BlockTableError(f"The GPU has failed: {error.name}.")
 
     def order(self, before: Any, after: Any) -> None:
         """Make what comes on stream `after` wait for what is on stream `before`, without a host wait."""

@@ -15,7 +15,8 @@ class NumbaSlotMapper:
 
     def __init__(self, store: NumbaBlockStore) -> None:
         self.store = store
-        self._kernel = store.device.kernel("map_slots", store.config.slot_dtype)
+        store.mapper = self
+        self._kernel = store.device.kernel("map_slots", store.config.slot_dtype, store.features)
 
     def compute_slot_mappings(self, batch: Batch, out: Sequence[Any], *, stream: int | None) -> None:
         store = self.store
