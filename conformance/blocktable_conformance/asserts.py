@@ -29,11 +29,13 @@ class ContractViolation(AssertionError):
 
 def fail(rules: str, message: str) -> NoReturn:
     """Fail naming the rules."""
+    __tracebackhide__ = True  # here and below: the reader wants the line that checked, not how it was checked
     raise ContractViolation(rules, message)
 
 
 def check(condition: bool, rules: str, message: str) -> None:
     """Fail naming the rules unless `condition` holds."""
+    __tracebackhide__ = True
     if not condition:
         fail(rules, message)
 
@@ -61,6 +63,7 @@ def must_raise(error: type[Exception], rules: str, what: str) -> Iterator[Raised
 
 def check_array(got: HostArray, dtype: str, shape: tuple[int, ...], rules: str, what: str) -> None:
     """Check dtype and shape of an output."""
+    __tracebackhide__ = True
     check(got.dtype == dtype, rules, f"{what} must be {dtype}, got {got.dtype}.")
     check(got.shape == shape, rules, f"{what} must have shape {shape}, got {got.shape}.")
 
@@ -78,6 +81,7 @@ def check_table(
         what: such as "batch table".
         group: the group.
     """
+    __tracebackhide__ = True
     wide = np.array(expected, np.int32).reshape(len(expected), -1)
     check_array(got, "int32", wide.shape, rules, what)
     if np.array_equal(got, wide):
@@ -108,6 +112,7 @@ def check_slots(
         shape: of the group.
         rules: what a wrong slot breaks besides the rule that gave it.
     """
+    __tracebackhide__ = True
     values = np.array([slot.value for slot in expected], np.int64)
     check_array(got, dtype, values.shape, "R15, R16", f"slot mapping of group {group}")
     if np.array_equal(got, values):
@@ -140,6 +145,7 @@ def _name(slot: int) -> str:
 
 def check_values(got: HostArray, expected: Sequence[int], rules: str, what: str) -> None:
     """Check one whole vector against numbers worked out by hand."""
+    __tracebackhide__ = True
     wanted = np.array(expected, np.int64)
     check(
         got.shape == wanted.shape and np.array_equal(got, wanted),
