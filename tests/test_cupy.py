@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,36 +12,56 @@ from typing import Any
 import numpy as np
 import pytest
 
+import blocktable as bt
 from blocktable_cupy import CupyBackend, device, emulation, kernels
 
 ARCHITECTURES = (80, 90, 100)
-KERNELS = ("scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots")
+KERNELS = (
+    *("scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots", "map_slots_long"),
+    *("apply_changes_tiny", "apply_changes_large", "step_batch", "step_batch_long"),
+)
+PLAIN = {
+    slot_dtype: bt.BlockTableConfig(
+        groups=[bt.KVCacheGroup(block_size=16, num_blocks=8)],
+        max_num_reqs=1,
+        max_num_batched_tokens=1,
+        max_model_len=1,
+        slot_dtype=slot_dtype,
+    )
+    for slot_dtype in ("int64", "int32")
+}
+"""Slot dtype -> a table that needs nothing besides."""
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("slot_type", ["long long", "int"])
-def test_kernels_compile_ahead_of_time(architecture: int, slot_type: str, tmp_path: Path) -> None:
-    ptx = _compile_by_nvcc(architecture, slot_type, tmp_path) or _compile_by_nvrtc(architecture, slot_type)
+@pytest.mark.parametrize("slot_dtype", ["int64", "int32"])
+@pytest.mark.parametrize("features", ["all", "none"])
+def test_kernels_compile_ahead_of_time(architecture: int, slot_dtype: str, features: str, tmp_path: Path) -> None:
+    """With all that a group may need, and with none of it."""
+    macros = kernels.module_options(PLAIN[slot_dtype])
+    switched_off = [f"{name}=0" for name in re.findall(r"#ifndef (HAS_\w+)", emulation.kernel_source())]
+    assert set(switched_off) == {macro for macro in macros if macro.startswith("HAS_")}
+    options = [f"-D{macro}" for macro in macros if features == "none" or macro not in switched_off]
+    ptx = _compile_by_nvcc(architecture, options, tmp_path) or _compile_by_nvrtc(architecture, options)
     assert f".target sm_{architecture}" in ptx
     for name in KERNELS:
         assert f".entry {name}(" in ptx
 
 
-def _compile_by_nvcc(architecture: int, slot_type: str, folder: Path) -> str | None:
+def _compile_by_nvcc(architecture: int, options: list[str], folder: Path) -> str | None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return None
     source, target = folder / "kernels.cu", folder / "kernels.ptx"
     source.write_text(emulation.kernel_source())
-    options = ["-std=c++17", "-ptx", f"-arch=sm_{architecture}", f"-DSLOT_T={slot_type}"]
-    command = [nvcc, *options, str(source), "-o", str(target)]
+    command = [nvcc, "-std=c++17", "-ptx", f"-arch=sm_{architecture}", *options, str(source), "-o", str(target)]
     subprocess.run(command, check=True)
     return target.read_text()
 
 
-def _compile_by_nvrtc(architecture: int, slot_type: str) -> str:
+def _compile_by_nvrtc(architecture: int, options: list[str]) -> str:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="neither nvcc nor cuda.bindings is here")
-    options = [f"--gpu-architecture=compute_{architecture}", f"-DSLOT_T={slot_type}", "-std=c++17"]
+    options = [f"--gpu-architecture=compute_{architecture}", "-std=c++17", *options]
     error, program = nvrtc.nvrtcCreateProgram(emulation.kernel_source().encode(), b"kernels.cu", 0, [], [])
     assert error == 0
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
@@ -67,7 +88,7 @@ def test_nothing_is_launched_for_nothing() -> None:
         raise AssertionError("launched")
 
     kernels.launch_scatter_writes(never_launched, 32, 8, 0, 0, 8, None)
-    kernels.launch_map_slots(never_launched, 32, 0, 8, 8, 0, 0, 4, 8, 0, 1, 8, 8, 0, 0, None)
+    kernels.launch_map_slots((never_launched, never_launched), 32, 0, 8, 8, 0, 0, 4, 8, 0, 1, 8, 8, 0, 0, None)
 
 
 def test_no_package_no_gpu_no_compiler_each_say_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
