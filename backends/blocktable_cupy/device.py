@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import ArgumentError, BlockTableError, address_of
+from blocktable import ArgumentError, BlockTableError, DtypeError, address_of
 from blocktable_cupy.emulation import EmulatedKernel, build_library, kernel_source
 from blocktable_cupy.fused_step import GraphRunner, HostRunner
 
@@ -151,7 +151,12 @@ class CupyDevice:
             return kernel
 
     def address(self, array: Any) -> int:
-        return address_of(array)
+        try:
+            return address_of(array)
+        except DtypeError:
+            if not hasattr(array, "__dlpack__"):
+                raise
+            return int(self._cupy.from_dlpack(array).data.ptr)  # without a copy; JAX arrays say no address otherwise
 
     def staging_slot(self, entries: int) -> StagingSlot:
         with self.current():

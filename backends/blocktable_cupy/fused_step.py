@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from blocktable import Batch, BlockTableConfig, KernelNode, StepGraph, Writes
+from blocktable import Batch, BlockTableConfig, KernelArguments, KernelNode, StepGraph, Writes
 from blocktable_cupy.kernels import is_long_launch, requests_per_token, tokens_per_thread
 
 APPLY_KERNELS = (
@@ -34,29 +32,6 @@ INT32_LIMIT = 2**31
 
 APPLY_LAYOUT = "QiiqQ"  # arena, num_groups, max_num_reqs, arena_size, batch
 STEP_LAYOUT = "QQQQiiiiQiQqQQiiiq"  # step_batch's arguments, in order
-
-
-class Arguments:
-    """A kernel's arguments in one block of memory.
-
-    Args:
-        layout: the arguments as `struct` writes them, naturally aligned.
-
-    Attributes:
-        addresses: where each argument lies.
-    """
-
-    def __init__(self, layout: str) -> None:
-        self._packer = struct.Struct("@" + layout)
-        self._memory = ctypes.create_string_buffer(self._packer.size)
-        ends = [struct.calcsize("@" + layout[: index + 1]) for index in range(len(layout))]
-        sizes = [struct.calcsize("@" + kind) for kind in layout]
-        start = ctypes.addressof(self._memory)
-        self.addresses = [start + end - size for end, size in zip(ends, sizes, strict=True)]
-
-    def set(self, *values: int) -> None:
-        """Write all of them; one that does not fit its type raises."""
-        self._packer.pack_into(self._memory, 0, *values)
 
 
 class HostRunner:
@@ -123,10 +98,10 @@ class FusedStep:
         # The kernels' offsets are int32: a larger arena takes its changes through the staging ring.
         self._takes_changes = config.arena.size < INT32_LIMIT
         self._changes = np.zeros(APPLY_KERNELS[-1][1], np.int32)
-        apply = Arguments(APPLY_LAYOUT)
+        apply = KernelArguments(APPLY_LAYOUT)
         apply.set(arena, num_groups, config.max_num_reqs, config.arena.size, batch)
         self._apply = apply  # owns the memory
-        self._step = Arguments(STEP_LAYOUT)
+        self._step = KernelArguments(STEP_LAYOUT)
         self._fixed = (config.max_num_reqs, groups, num_groups, arena, config.arena.size, batch, slots)
         self._num_slots = config.max_num_batched_tokens
         is_long = is_long_launch(self._num_slots * num_groups, tile)
