@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,13 @@ def test_no_call_waits_for_the_device(subject: Subject, torch: Any) -> None:
     pair.do("set_row", 2, ([7, 8], [3]))
     pair.table.step(idx, starts, positions, num_reqs_padded=3, stream=stream)
     with held(torch, stream) as hold:
-        for name, call in {
+        calls: dict[str, Callable[[], object]] = {
             "commit": lambda: pair.table.commit(stream=stream),
             "gather": lambda: pair.table.gather(idx, 3, num_computed_tokens=computed, stream=stream),
             "compute_slot_mappings": lambda: pair.table.compute_slot_mappings(idx, starts, positions, stream=stream),
             "step": lambda: pair.table.step(idx, starts, positions, num_reqs_padded=3, stream=stream),
-        }.items():
+        }
+        for name, call in calls.items():
             pair.do("append_row", 0, ([9], [4]))
             call()
             check(hold.is_busy, "R9, R22", f"{name}() waited for the device.")
