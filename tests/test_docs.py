@@ -155,11 +155,18 @@ def test_integrating_runs_in_order() -> None:
         "query_start_loc": np.array([0, 1, 1], np.int32),
         "positions": np.array([17]),
     }
-    config, step = blocks("docs/integrating.md", "python")
+    config, step, *_ = blocks("docs/integrating.md", "python")  # the others are run by test_integrating.py, with torch
     exec(config, names)
     names["table"].set_row(0, ([3, 4], [5]))
     exec(step, names)
     assert [slots[0] for slots in names["step"].slot_mappings] == [4 * 16 + 1, 5 * 64 + 17]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_on_a_page_is_python(page: Path) -> None:
+    if page.name != "kernels.md":  # pieces of kernels
+        for block in blocks(str(page.relative_to(ROOT)), "python"):
+            ast.parse(block)
 
 
 @pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
