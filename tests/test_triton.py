@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +50,9 @@ def never_launched(*_: Any) -> None:
     raise AssertionError("launched")
 
 
+NEVER_LAUNCHED = (never_launched, never_launched)
+
+
 @NEEDS_TRITON
 def test_a_scalar_that_does_not_fit_its_kernel_raises() -> None:
     """Cases: K5."""
@@ -56,7 +61,7 @@ def test_a_scalar_that_does_not_fit_its_kernel_raises() -> None:
     with pytest.raises(OverflowError, match="4294967301 does not fit"):
         kernels.launch_scatter_writes(never_launched, 32, 8, 2**32 + 5, 1, 8, None)
     with pytest.raises(OverflowError, match="4294967301 does not fit"):
-        kernels.launch_map_slots(never_launched, 32, 0, 8, 8, 1, 1, 4, 8, 0, 1, 8, 8, 0, 2**32 + 5, None)
+        kernels.launch_map_slots(NEVER_LAUNCHED, (32, 64), 0, 8, 8, 1, 1, 4, 8, 0, 1, 8, 8, 0, 2**32 + 5, None)
 
 
 @NEEDS_TRITON
@@ -64,7 +69,7 @@ def test_nothing_is_launched_for_nothing() -> None:
     from blocktable_triton import kernels
 
     kernels.launch_scatter_writes(never_launched, 32, 8, 0, 0, 8, None)
-    kernels.launch_map_slots(never_launched, 32, 0, 8, 8, 0, 0, 4, 8, 0, 1, 8, 8, 0, 0, None)
+    kernels.launch_map_slots(NEVER_LAUNCHED, (32, 64), 0, 8, 8, 0, 0, 4, 8, 0, 1, 8, 8, 0, 0, None)
 
 
 @NEEDS_TRITON
@@ -79,7 +84,9 @@ def test_no_grid_is_empty_or_overflows(num_slots: int, num_groups: int) -> None:
     def kernel(grid: tuple[int, ...], arguments: tuple[int, ...], stream: Any) -> None:
         grids.append(grid)
 
-    kernels.launch_map_slots(kernel, 256, 0, 8, 8, 0, 0, 4, 8, 0, num_groups, 8, 8, 0, num_slots, None)
+    kernels.launch_map_slots(
+        (kernel, kernel), (128, 1024), 0, 8, 8, 0, 0, 4, 8, 0, num_groups, 8, 8, 0, num_slots, None
+    )
     kernels.launch_null_stale_columns(kernel, 32, 8, 0, 0, 4, 8, num_groups, 8, 8, 8, None)
     for x, y, z in grids:
         assert (x >= 1, 1 <= y <= 65535, z) == (True, True, 1)
@@ -143,6 +150,8 @@ def guarded(guard: Guard) -> bt.BlockTable:
     for name, array in {"arena": store.arena, "groups": store.groups, "batch": buffers.batch}.items():
         guard.allow(name, array)
     guard.allow("slots", buffers.slots)
+    guard.allow("last mark", store._last_mark)
+    guard.allow("shown mark", store._shown.host)
     for index, slot in enumerate(store._writes_ring._slots):
         guard.allow(f"staging {index}", slot.host)
     guard.is_armed = True
@@ -304,6 +313,157 @@ def test_no_stream_is_drawn_into_a_capture_that_began_elsewhere(store: Any, stre
     with pytest.raises(bt.BlockTableError, match="cannot change stream inside a capture"):
         store.write(nothing(), stream=4)
     assert streams.ordered == []
+
+
+# The fused step.
+
+
+@pytest.fixture
+def fused() -> Any:
+    """Return a table on the fused path, a function that makes a step, and the calls of its store so far."""
+    backend: Any = TritonBackend()
+    table: Any = bt.BlockTable(CONFIG, backend, step_path="fused")
+    calls: list[str] = []
+
+    def note(name: str) -> None:
+        call = getattr(table.store, name)
+
+        def noted(*args: Any, **options: Any) -> None:
+            calls.append(name)
+            call(*args, **options)
+
+        setattr(table.store, name, noted)
+
+    note("write")
+    note("gather")
+    given = [table.backend.from_host(np.array(x, t)) for x, t in (([1], "i4"), ([0, 2], "i4"), ([1, 7], "i8"))]
+
+    def step(*blocks: int) -> tuple[Any, ...]:
+        calls.clear()
+        if blocks:
+            table.set_row(1, ([], blocks))
+        slots = table.step(*given).slot_mappings[1].tolist()[:2]
+        return *calls, *slots, int(table.store._shown.host[0]), table.store._writes_ring._marks
+
+    return SimpleNamespace(table=table, step=step)
+
+
+@NEEDS_INTERPRETER
+def test_changes_of_a_fused_step_travel_in_a_ring_whose_marks_are_numbers(
+    fused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules: R9, R21."""
+    assert fused.step() == (-1, -1, 0, [None, None])
+    assert fused.step(5, 6) == (21, 27, 1, [1, None])
+    assert fused.step(7, 8) == (29, 35, 2, [1, 2])
+    assert fused.step() == (29, 35, 2, [1, 2])
+    for turn, marks in ((3, [3, 2]), (4, [3, 4]), (5, [5, 4])):
+        assert fused.step(turn, 9) == (4 * turn + 1, 39, turn, marks)
+    monkeypatch.setattr(fused.table.store.device, "is_capturing", lambda stream: True)
+    assert fused.step() == ("gather", 21, 39, 5, [5, 4])
+    with pytest.raises(bt.BlockTableError, match="pending changes cannot be captured"):
+        fused.step(7, 8)
+
+
+@NEEDS_INTERPRETER
+def test_a_fused_step_waits_for_the_oldest_of_its_slots(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R9."""
+    waited: list[int] = []
+    monkeypatch.setattr(fused.table.store._marks, "wait", lambda mark, check: waited.append(mark))
+    for turn in range(1, 6):
+        fused.step(turn)
+    assert waited == [1, 2, 3]
+
+
+@NEEDS_INTERPRETER
+def test_changes_of_a_fused_step_are_written_first_where_mapped_memory_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Rules: R9."""
+    monkeypatch.setenv("BLOCKTABLE_STAGING", "copy")
+    fused = request.getfixturevalue("fused")
+    assert fused.step(5, 6) == ("write", 21, 27, 0, [None, None])
+    assert fused.step() == (21, 27, 0, [None, None])
+
+
+@NEEDS_INTERPRETER
+def test_a_fused_step_is_plain_launches_where_triton_takes_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R21."""
+    from blocktable_triton import device
+
+    monkeypatch.setattr(device.EmulatedKernel, "graph_problem", "this Triton compiles for clusters")
+    monkeypatch.setattr(device.HostDevice, "graph_problem", "this Triton compiles for clusters")
+    backend = TritonBackend()
+    table: Any = run_steps(backend)
+    assert table.buffers.fused is None
+    assert "steps are separate launches: this Triton compiles for clusters" in backend.fallbacks
+
+
+@NEEDS_TRITON
+def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R21."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="the package cuda-bindings is not installed")
+    from blocktable_triton import fused_step
+
+    calls: list[tuple[Any, ...]] = []
+
+    def set_params(graph: int, node: int, params: Any) -> tuple[int]:
+        layout = layouts[node]
+        addresses = (ctypes.c_void_p * len(layout)).from_address(int(params.kernelParams))
+        cells = [ctypes.string_at(at, struct.calcsize(kind)) for at, kind in zip(addresses, layout, strict=True)]
+        values = [int.from_bytes(cell, "little", signed=True) for cell in cells]
+        calls.append((node, params.gridDimX, params.blockDimX, params.sharedMemBytes, values))
+        return (0,)
+
+    def launch(graph: int, stream: int) -> tuple[int]:
+        calls.append(("launch", stream))
+        return (0,)
+
+    answers: dict[str, Any] = {
+        "cuGraphCreate": lambda flags: (0, 1),
+        "cuGraphInstantiate": lambda graph, flags: (0, 2),
+        "cuGraphAddKernelNode": lambda graph, before, count, params: (0, int(params.func)),
+        "cuGraphExecKernelNodeSetParams": set_params,
+        "cuGraphLaunch": launch,
+        "cuGraphExecDestroy": lambda graph: (0,),
+        "cuGraphDestroy": lambda graph: (0,),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(driver, name, answer)
+    layouts = {77: "qiqQQ", 88: "iqQQ"}
+    first, second = (
+        SimpleNamespace(handle=handle, layout=layout, num_threads=128, shared_bytes=16, scratch=(0, 0))
+        for handle, layout in layouts.items()
+    )
+    runner = fused_step.GraphRunner((first, second))
+    stream, high = SimpleNamespace(cuda_stream=5), 2**46 + 8
+    step = (4, (7, high))
+    runner.run(((3, (high, 2, 3)), step), stream)
+    runner.run(((3, (high, 2, 3)), step), stream)  # equal, if not the same
+    runner.run(((2, (high, 2, 3)), step), stream)
+    assert calls == [
+        (77, 3, 128, 16, [high, 2, 3, 0, 0]),
+        (88, 4, 128, 16, [7, high, 0, 0]),
+        ("launch", 5),
+        ("launch", 5),
+        (77, 2, 128, 16, [high, 2, 3, 0, 0]),
+        ("launch", 5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "has_bindings", "is_fused"), [("13.0", True, True), (None, True, False), ("13.0", False, False)]
+)
+def test_the_fused_step_is_declared_where_cuda_and_its_bindings_are(
+    cuda: str | None, has_bindings: bool, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules: R21."""
+    torch: Any = ModuleType("torch")
+    torch.version = SimpleNamespace(cuda=cuda, hip=None if cuda else "7.0")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.delenv(INTERPRET_VARIABLE, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_bindings or name == "torch" else None)
+    assert ("fused_step" in TritonBackend().capabilities) is is_fused
 
 
 # Staging.

@@ -7,16 +7,36 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-KERNELS = ("scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots")
+# What each is compiled with beside its types; kernels over slots also with their dtype.
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "scatter_writes": {"TILE": 128},
+    "null_stale_columns": {"TILE": 1024},
+    "gather_block_tables": {"FEATURES": 63, "TILE": 1024},
+    "map_slots": {"FEATURES": 63, "IS_LONG": False, "TILE": 128},
+    "apply_changes": {"TILE": 128},
+    "step_batch": {"FEATURES": 63, "IS_LONG": False, "TILE": 128, "ROWS": 4, "ROW_TILE": 256},
+}
+LONG = {"FEATURES": 63, "IS_LONG": True, "TILE": 1024}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **CONSTANTS,
+    "gather_block_tables plain": {"FEATURES": 0, "TILE": 1024},
+    "map_slots plain": {**CONSTANTS["map_slots"], "FEATURES": 0},
+    "map_slots long": LONG,
+    "map_slots long plain": {**LONG, "FEATURES": 0},
+    "step_batch plain": {**CONSTANTS["step_batch"], "FEATURES": 0},
+    "step_batch long": {**CONSTANTS["step_batch"], **LONG},
+}
+KERNELS = tuple(CONSTANTS)
+WITH_SLOTS = ("map_slots", "step_batch")
 TARGETS = {
     "sm_80": (("cuda", 80, 32), "ptx", ".target sm_80"),
     "sm_90": (("cuda", 90, 32), "ptx", ".target sm_90"),
@@ -45,14 +65,44 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(
-    ("kernel", "slot_type"), [*((name, "") for name in KERNELS[:3]), *product(KERNELS[3:], SLOT_TYPES)]
-)
-def test_kernels_compile_ahead_of_time(compiled: dict[str, Any], kernel: str, target: str, slot_type: str) -> None:
-    text, size = compiled["binaries"][f"{kernel} {target} {slot_type}"]
-    assert TARGETS[target][2] in text
-    assert kernel in text
-    assert size > 1000
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_compile_ahead_of_time(compiled: dict[str, Any], variant: str, target: str) -> None:
+    name = variant.partition(" ")[0]
+    for slot_type in SLOT_TYPES if name in WITH_SLOTS else ("",):
+        text, size = compiled["binaries"][f"{variant} {target} {slot_type}"]
+        assert TARGETS[target][2] in text
+        assert name in text
+        assert size > 1000
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("plain")])
+def test_nothing_is_divided_in_64_bits_where_no_group_needs_it(
+    compiled: dict[str, Any], variant: str, target: str
+) -> None:
+    text, _ = compiled["binaries"][f"{variant} {target} {'' if variant.startswith('gather') else 'int64'}"]
+    assert not re.search(r"(div|rem)\.[su]64", text)
+
+
+@pytest.mark.parametrize("kernel", ["apply_changes", "step_batch"])
+def test_a_node_of_a_graph_is_given_the_arguments_that_its_kernel_takes(compiled: dict[str, Any], kernel: str) -> None:
+    """The fused step launches Triton's kernels itself: ours, then pointers to Triton's scratch memory. Rules: R21."""
+    text, _ = compiled["binaries"][f"{kernel} sm_90 {'int64' if kernel in WITH_SLOTS else ''}"]
+    sizes = [int(bits) // 8 for bits in re.findall(r"\.param \.\w(\d+)", text)]
+    node = compiled["nodes"][kernel]
+    assert node["problem"] == ""
+    assert node["layout"] == "".join({4: "i", 8: "q"}[size] for size in sizes[:-2]) + "QQ"
+    assert sizes[-2:] == [8, 8]
+    assert (node["handle"], node["threads"], node["shared"]) == (
+        KERNELS.index(kernel) + 1,
+        128,
+        node["metadata_shared"],
+    )
+
+
+def test_a_kernel_that_takes_other_arguments_is_no_node_of_a_graph(compiled: dict[str, Any]) -> None:
+    """Rules: R21."""
+    assert [bool(problem) for problem in compiled["problems"]] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -72,11 +122,10 @@ def test_launches_compile_nothing(compiled: dict[str, Any], kernel: str) -> None
 
 def test_a_launch_names_its_stream_and_hands_over_exact_numbers(compiled: dict[str, Any]) -> None:
     """Rules: R21, R22."""
-    assert compiled["loaded"] == ["scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots"]
+    assert compiled["loaded"] == list(KERNELS)
     high = 2**46 + 8
-    assert compiled["launches"] == [
-        ["map_slots", [3, 2, 1], 77, [0, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, "int64", 256]],
-    ]
+    arguments = [0, high, 16, 3, 700, 4, 1, 24, 1, 2, 32, 40, 2**33, 600]
+    assert compiled["launches"] == [["map_slots", [5, 2, 1], 77, [*arguments, "int64", 63, False, 128]]]
 
 
 def main() -> None:
@@ -97,16 +146,17 @@ def _binaries(triton: Any, make_target: Any) -> dict[str, tuple[str, int]]:
     from blocktable_triton import kernels
 
     found = {}
-    for name in KERNELS:
+    for variant, constants in VARIANTS.items():
+        name = variant.partition(" ")[0]
         function = getattr(kernels, name)
         signature = {parameter.name: parameter.annotation for parameter in function.params}
-        for slot_type in SLOT_TYPES if name == "map_slots" else ("",):
-            constants = {"TILE": 256, **({"SLOT_T": getattr(tl, slot_type)} if slot_type else {})}
+        for slot_type in SLOT_TYPES if name in WITH_SLOTS else ("",):
+            slots = {"SLOT_T": getattr(tl, slot_type)} if slot_type else {}
             for target, (place, stage, _) in TARGETS.items():
-                source = triton.compiler.ASTSource(function, signature, constexprs=constants)
+                source = triton.compiler.ASTSource(function, signature, constexprs={**slots, **constants})
                 options = {"num_warps": 4, "enable_fp_fusion": False}
                 binary = triton.compile(source, target=make_target(*place), options=options)
-                found[f"{name} {target} {slot_type}"] = (binary.asm[stage], len(binary.kernel))
+                found[f"{variant} {target} {slot_type}"] = (binary.asm[stage], len(binary.kernel))
     return found
 
 
@@ -145,14 +195,20 @@ def _launches(driver: _FakeDriver) -> dict[str, Any]:
 
     functions = {name: getattr(kernels, name) for name in KERNELS}
     made = {
-        name: CompiledKernel(function, (tl.int64, 256) if name == "map_slots" else (256,), 4)
+        name: CompiledKernel(
+            function, ((tl.int64,) if name in WITH_SLOTS else ()) + tuple(CONSTANTS[name].values()), num_warps=4
+        )
         for name, function in functions.items()
     }
     before = {name: len(function.device_caches[0][0]) for name, function in functions.items()}
     stream = SimpleNamespace(cuda_stream=77)
     high = 2**46 + 8
-    kernels.launch_map_slots(made["map_slots"], 256, 0, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, stream)
+    both = made["map_slots"], made["map_slots"]
+    sizes = 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600
+    kernels.launch_map_slots(both, (128, 1024), 0, high, 16, *sizes, stream)
     return {
+        "nodes": {name: _node(made[name]) for name in ("apply_changes", "step_batch")},
+        "problems": [_problem(made["scatter_writes"], extra) for extra in ([8, 8, 8], [4], None, [])],
         "loaded": driver.loaded,
         "launches": driver.launches,
         "cached": {
@@ -160,6 +216,34 @@ def _launches(driver: _FakeDriver) -> dict[str, Any]:
             for name, function in functions.items()
         },
     }
+
+
+def _node(kernel: Any) -> dict[str, Any]:
+    """Return what the fused step asks of a kernel, where the driver says the arguments that Triton gives it today."""
+    _say_parameters([*kernel._sizes, 8, 8])
+    return {
+        "problem": kernel.graph_problem,
+        "layout": kernel.layout,
+        "handle": kernel.handle,
+        "threads": kernel.num_threads,
+        "shared": kernel.shared_bytes,
+        "metadata_shared": kernel._compiled.metadata.shared,
+    }
+
+
+def _problem(kernel: Any, extra: list[int] | None) -> str:
+    _say_parameters([] if extra is None else [*kernel._sizes, *extra])
+    kernel.__dict__.pop("graph_problem", None)
+    return str(kernel.graph_problem)
+
+
+def _say_parameters(sizes: list[int]) -> None:
+    from cuda.bindings import driver
+
+    def info(function: Any, index: int) -> tuple[int, int, int]:
+        return (0, 0, sizes[index]) if index < len(sizes) else (1, 0, 0)
+
+    driver.cuFuncGetParamInfo = info
 
 
 class _FakeDriver:
@@ -175,9 +259,9 @@ class _FakeDriver:
             unload_module=lambda module: None,
         )
 
-    def _load_binary(self, name: str, *_: Any) -> tuple[int, str, int, int, int]:
+    def _load_binary(self, name: str, *_: Any) -> tuple[int, int, int, int, int]:
         self.loaded.append(name)
-        return 1, name, 32, 0, 1024
+        return 1, len(self.loaded), 32, 0, 1024
 
     def get_current_device(self) -> int:
         return 0
@@ -189,9 +273,9 @@ class _FakeDriver:
         return self.target
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        def launch(x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
+        def launch(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
             arguments = [getattr(value, "name", value) for value in rest[4:]]
-            self.launches.append([function, [x, y, z], stream, arguments])
+            self.launches.append([self.loaded[function - 1], [x, y, z], stream, arguments])
 
         return launch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,10 +34,15 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self.is_emulated = is_emulated()
-        declared = {"int32_slots"} if self.is_emulated else {"int32_slots", "streams", "graph_capture"}
-        self.capabilities = frozenset(declared)
         self.description = "triton (interpreter)" if self.is_emulated else "triton"
         self._devices: dict[tuple[int, str], HostDevice] = {}
+
+    @cached_property
+    def capabilities(self) -> frozenset[str]:
+        declared = {"int32_slots"} if self.is_emulated else {"int32_slots", "streams", "graph_capture"}
+        if self.is_emulated or _has_cuda_graphs():
+            declared.add("fused_step")
+        return frozenset(declared)
 
     def why_unavailable(self) -> str | None:
         for package in ("triton", "torch"):
@@ -58,7 +64,14 @@ class TritonBackend:
     def fallbacks(self) -> tuple[str, ...]:
         """Sentences on what runs instead of the first choice."""
         device = self._device(None)
-        return () if device.is_mapped else (f"changes travel in {device.staging}: mapped memory is not used here",)
+        sentences = []
+        if not device.is_mapped:
+            sentences.append(f"changes travel in {device.staging}: mapped memory is not used here")
+        if "fused_step" not in self.capabilities:
+            sentences.append("steps are separate launches: the fused step needs CUDA and the package cuda-bindings")
+        elif device.graph_problem:
+            sentences.append(f"steps are separate launches: {device.graph_problem}")
+        return tuple(sentences)
 
     @property
     def num_compilations(self) -> int:
@@ -70,6 +83,8 @@ class TritonBackend:
             kernels.null_stale_columns,
             kernels.gather_block_tables,
             kernels.map_slots,
+            kernels.apply_changes,
+            kernels.step_batch,
         )
         caches = [cache for function in functions for cache in getattr(function, "device_caches", {}).values()]
         return sum(len(compiled) for compiled, *_ in caches)
@@ -77,7 +92,8 @@ class TritonBackend:
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> TritonBlockStore:
         from blocktable_triton.block_store import TritonBlockStore
 
-        return TritonBlockStore(config, self._device(device), emulated=self.is_emulated)
+        has_fused_step = "fused_step" in self.capabilities
+        return TritonBlockStore(config, self._device(device), emulated=self.is_emulated, has_fused_step=has_fused_step)
 
     def create_slot_mapper(self, store: TritonBlockStore) -> TritonSlotMapper:
         from blocktable_triton.slot_mapper import TritonSlotMapper
@@ -108,3 +124,13 @@ class TritonBackend:
         if key not in self._devices:
             self._devices[key] = kind(place, staging_mode())
         return self._devices[key]
+
+
+def _has_cuda_graphs() -> bool:
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("cuda") is None:
+        return False
+    if importlib.util.find_spec("cuda.bindings") is None:
+        return False
+    import torch
+
+    return torch.version.cuda is not None

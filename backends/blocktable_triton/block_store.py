@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import triton.language as tl
 
 from blocktable import (
     NULL_BLOCK_ID,
@@ -17,24 +18,34 @@ from blocktable import (
     BlockTableError,
     StagingRing,
     StepBuffers,
+    StepMarks,
     Writes,
     pack_writes,
     staged_entries,
     steady_entries,
 )
-from blocktable_triton.device import refuse_capture
+from blocktable_triton.device import StagingSlot, refuse_capture
+from blocktable_triton.fused_step import HEADER, FusedStep
 from blocktable_triton.kernels import (
+    EMULATED_TILE,
+    LONG_TILE,
+    MAX_INT32,
+    TILE,
+    apply_changes,
     gather_block_tables,
+    group_fields,
+    is_long_launch,
     launch_gather_block_tables,
     launch_null_stale_columns,
     launch_scatter_writes,
+    needed_features,
     null_stale_columns,
     scatter_writes,
+    step_batch,
 )
 
-EMULATED_TILE = 32
-TILE = 256
 ROW_TILE = 1024  # rows are long, and a row's lanes that have no column cost next to nothing
+STEP_ROWS, STEP_ROW_TILE = 4, 256  # what a program of the fused step gathers at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +53,15 @@ class TritonBuffers(StepBuffers):
     """Outputs, and what they are views of.
 
     Attributes:
-        batch: [arena.size + 1] int32. The batch tables and how many columns each row holds, laid out as the arena; then
-            how many rows the last batch had.
+        batch: [arena.size + 2 + num_groups * max_num_reqs] int32. The batch tables and how many columns each row holds,
+            laid out as the arena; then how many rows the last batch had, and the fused step's copy of these counts.
         slots: [num_groups * max_num_batched_tokens] of the slot dtype.
+        fused: the fused step over them; None where steps are separate launches.
     """
 
     batch: Any
     slots: Any
+    fused: FusedStep | None
 
 
 class Inputs(NamedTuple):
@@ -67,24 +80,50 @@ INPUTS = Inputs._fields[1:]  # positions first: it is the one of 8-byte entries
 class TritonBlockStore:
     """Arena, staging and gather of one table."""
 
-    def __init__(self, config: BlockTableConfig, device: Any, *, emulated: bool) -> None:
+    def __init__(self, config: BlockTableConfig, device: Any, *, emulated: bool, has_fused_step: bool = False) -> None:
         self.config = config
         self.device = device
+        self.tiles = (EMULATED_TILE, 2 * EMULATED_TILE) if emulated else (TILE, LONG_TILE)
         self.tile, self.row_tile = (EMULATED_TILE, EMULATED_TILE) if emulated else (TILE, ROW_TILE)
+        self.features = needed_features(config)
         self.arena = device.full(config.arena.size, NULL_BLOCK_ID, "int32")
-        self.groups = device.upload(config.group_fields())
+        self.groups = device.upload(group_fields(config))
         self.arena_address, self.groups_address = device.address(self.arena), device.address(self.groups)
         self._scatter = device.kernel(scatter_writes, self.tile)
         self._null_stale = device.kernel(null_stale_columns, self.row_tile)
-        self._gather = device.kernel(gather_block_tables, self.row_tile)
+        self._gather = device.kernel(gather_block_tables, self.features, self.row_tile)
+        self.step_kernels = self._step_kernels(emulated) if has_fused_step else None
         self._steady_entries = steady_entries(config)
         self._inputs_entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
-        self._writes_ring = self._staging_ring(config.steps_in_flight, self._steady_entries)
+        self._writes_ring = self._staging_ring(config.steps_in_flight, self._steady_entries + HEADER)
+        # Compact changes count entries in int32, and are read where the host wrote them.
+        self._takes_changes = device.is_mapped and config.arena.size <= MAX_INT32
+        shown = device.staging_slot(2)
+        shown.host[:] = 0
+        self._marks = StepMarks(shown.host.view(np.int64))
+        self._last_mark = device.full(1, 0, "int64")
+        self.last_mark_address, self.shown_mark_address = device.address(self._last_mark), shown.address
+        self._shown = shown  # owns the memory
+        self.mapper: Any = None  # the slot mapper over this store, once it is made
         # For host arrays; gather and compute_slot_mappings take a slot each.
         self._inputs_ring = self._staging_ring(2 * config.steps_in_flight, self._inputs_entries)
         self._last_stream: Any = None
         self._captured_stream: Any = None
         device.synchronize()  # the fills ran on whatever stream was current
+
+    def _step_kernels(self, emulated: bool) -> tuple[Any, Any] | None:
+        """Return apply_changes and step_batch; None where they cannot be launched as a graph."""
+        config = self.config
+        is_long = is_long_launch(config.max_num_batched_tokens * len(config.groups), self.tiles)
+        self.step_rows = 2 if emulated else STEP_ROWS
+        slot_type, row_tile = getattr(tl, config.slot_dtype), EMULATED_TILE if emulated else STEP_ROW_TILE
+        kernels = (
+            self.device.kernel(apply_changes, self.tiles[0]),
+            self.device.kernel(
+                *(step_batch, slot_type, self.features, is_long, self.tiles[is_long]), *(self.step_rows, row_tile)
+            ),
+        )
+        return None if any(kernel.graph_problem for kernel in kernels) else kernels
 
     def enter(self, handle: int | None) -> tuple[Any, bool]:
         """Return the stream to work on, ordered behind this table's last call, and whether it is capturing (R22)."""
@@ -142,20 +181,30 @@ class TritonBlockStore:
     def _launch_scatter(self, staged: int, num_ranges: int, num_values: int, stream: Any) -> None:
         launch_scatter_writes(self._scatter, self.tile, staged, num_ranges, num_values, self.arena_address, stream)
 
+    def _wait(self, mark: Any) -> None:
+        """Wait for a fused step's number, or for what the device made as a mark."""
+        if isinstance(mark, int):
+            self._marks.wait(mark, lambda: self.device.check(self._last_stream))
+        else:
+            self.device.wait(mark)
+
     def table(self, group: int) -> Any:
         return self.config.arena.view(self.arena, group)
 
     def create_buffers(self) -> TritonBuffers:
         arena, device = self.config.arena, self.device
-        batch = device.full(arena.size + 1, NULL_BLOCK_ID, "int32")
+        batch = device.full(arena.size + 2 + arena.num_groups * arena.num_rows, NULL_BLOCK_ID, "int32")
         num_tokens = self.config.max_num_batched_tokens
         slots = device.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
         device.synchronize()
+        with device.current():
+            fused = FusedStep(self, device.address(batch), device.address(slots)) if self.step_kernels else None
         return TritonBuffers(
             block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
             slot_mappings=tuple(slots[g * num_tokens : (g + 1) * num_tokens] for g in range(arena.num_groups)),
             batch=batch,
             slots=slots,
+            fused=fused,
         )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
@@ -182,6 +231,51 @@ class TritonBlockStore:
             launch_gather_block_tables(
                 self._gather, self.row_tile, inputs.idx_mapping, inputs.num_computed_tokens, *sizes, *tail
             )
+
+    def step(self, writes: Writes, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        """Do a whole step; inside a foreign capture by the plain kernels (R21)."""
+        if self.device.is_current():
+            self._step(writes, batch, out, stream)
+            return
+        with self.device.current():
+            self._step(writes, batch, out, stream)
+
+    def _step(self, writes: Writes, batch: Batch, out: StepBuffers, stream: int | None) -> None:
+        assert isinstance(out, TritonBuffers)
+        fused = out.fused
+        native, capturing = self.enter(stream)
+        if capturing:
+            refuse_capture(writes.num_ranges > 0, "A step with pending changes")
+            self._plain_step(batch, out, stream)
+        elif fused is None or (batch is not fused.batch and self._has_host_arrays(batch)):
+            if writes.num_ranges:
+                self.write(writes, stream=stream)
+            self._plain_step(batch, out, stream)
+        else:
+            slot = self._pack(writes)
+            if slot is None:
+                if writes.num_ranges:
+                    self.write(writes, stream=stream)
+                fused.run(batch, None, 0, native)
+            else:
+                mark = self._marks.next()
+                fused.run(batch, slot, mark, native)
+                self._writes_ring.release(mark)
+
+    def _pack(self, writes: Writes) -> StagingSlot | None:
+        """Put a commit's changes into a slot; None where there are none, or they must travel the plain way."""
+        if writes.num_ranges == 0 or not self._takes_changes:
+            return None
+        slot: StagingSlot = self._writes_ring.acquire()
+        return slot if writes.pack_changes(slot.host) else None
+
+    def _has_host_arrays(self, batch: Batch) -> bool:
+        return any(isinstance(getattr(batch, name), np.ndarray) for name in INPUTS)
+
+    def _plain_step(self, batch: Batch, out: StepBuffers, stream: int | None) -> None:
+        if batch.wants_tables:
+            self.gather(batch, out, stream=stream)
+        self.mapper.compute_slot_mappings(batch, out.slot_mappings, stream=stream)
 
     @contextmanager
     def inputs(self, batch: Batch, handle: int | None) -> Iterator[Inputs]:
@@ -218,4 +312,4 @@ class TritonBlockStore:
             self._inputs_ring = self._staging_ring(2 * self.config.steps_in_flight, entries)
 
     def _staging_ring(self, num_slots: int, entries: int) -> StagingRing[Any]:
-        return StagingRing([self.device.staging_slot(entries) for _ in range(num_slots)], self.device.wait)
+        return StagingRing([self.device.staging_slot(entries) for _ in range(num_slots)], self._wait)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from blocktable import ArgumentError, BlockTableError, DtypeError, address_of
+from blocktable_triton.fused_step import GraphRunner, HostRunner
 from blocktable_triton.kernels import scatter_writes
 
 PROBE_TILE = 32
@@ -33,6 +35,8 @@ class StagingSlot:
 class EmulatedKernel:
     """One kernel in Triton's interpreter."""
 
+    graph_problem = ""
+
     def __init__(self, function: Any, constants: tuple[Any, ...], num_warps: int) -> None:
         self._function = function
         self._constants = constants
@@ -55,6 +59,51 @@ class CompiledKernel:
             *addresses_and_sizes, *constants, grid=(1,), num_warps=num_warps, enable_fp_fusion=False
         )
         self._compiled[(1, 1, 1)]  # loads it: a first launch inside a capture could not
+        kinds = [parameter.annotation for parameter in function.params if not parameter.is_constexpr]
+        self._sizes = [{"i32": 4, "i64": 8}[kind] for kind in kinds]
+
+    @cached_property
+    def graph_problem(self) -> str:
+        """Why it cannot be a node of a graph of ours, in a few words; empty: it can.
+
+        Triton appends arguments of its own (pointers to scratch memory, unused here); the driver says which there are.
+        """
+        metadata = self._compiled.metadata
+        for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"):
+            if getattr(metadata, name, 0):
+                return f"this Triton compiles with {name}"
+        if getattr(metadata, "num_ctas", 1) != 1:
+            return "this Triton compiles for clusters"
+        sizes = _parameter_sizes(self.handle)
+        own, more = sizes[: len(self._sizes)], sizes[len(self._sizes) :]
+        if own != self._sizes or len(more) > 2 or any(size != 8 for size in more):
+            return "this Triton's kernels take other arguments, or the driver does not say which"
+        return ""
+
+    @property
+    def handle(self) -> int:
+        """CUfunction."""
+        return int(self._compiled.function)
+
+    @cached_property
+    def scratch(self) -> tuple[int, ...]:
+        """What to hand over for Triton's own arguments."""
+        return (0,) * (len(_parameter_sizes(self.handle)) - len(self._sizes))
+
+    @property
+    def layout(self) -> str:
+        """All arguments as `struct` writes them."""
+        return "".join({4: "i", 8: "q"}[size] for size in self._sizes) + "Q" * len(self.scratch)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return 32 * int(self._compiled.metadata.num_warps)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return int(self._compiled.metadata.shared)
 
     def __call__(self, grid: tuple[int, int, int], arguments: tuple[int, ...], stream: Any) -> None:
         self._compiled[grid](*arguments, *self._constants, stream=stream.cuda_stream)
@@ -69,6 +118,8 @@ class HostDevice:
     """
 
     kernel_type: Callable[..., Any] = EmulatedKernel
+    step_runner: Callable[..., Any] = HostRunner
+    graph_problem = ""
 
     def __init__(self, place: int = 0, staging: str = "auto") -> None:
         self.device = torch.device("cpu")
@@ -96,6 +147,9 @@ class HostDevice:
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def is_current(self) -> bool:
+        return True
 
     def full(self, size: int, value: int, dtype: str) -> torch.Tensor:
         return torch.full((size,), value, dtype=getattr(torch, dtype), device=self.device)
@@ -175,6 +229,9 @@ class HostDevice:
     def wait(self, mark: Any) -> None:
         """Everything is done."""
 
+    def check(self, stream: Any) -> None:
+        """Nothing can have failed."""
+
     def order(self, before: Any, after: Any) -> None:
         """There is one stream."""
 
@@ -188,6 +245,7 @@ class TorchDevice(HostDevice):
     """
 
     kernel_type = CompiledKernel
+    step_runner = GraphRunner
 
     def __init__(self, place: int = 0, staging: str = "auto") -> None:
         self.index = place
@@ -221,7 +279,16 @@ class TorchDevice(HostDevice):
 
     def current(self) -> AbstractContextManager[Any]:
         """Make this GPU the current one; a no-op where it is, which is what an engine does."""
-        return nullcontext() if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+        return nullcontext() if self.is_current() else torch.cuda.device(self.index)
+
+    def is_current(self) -> bool:
+        return bool(torch.cuda.current_device() == self.index)
+
+    @cached_property
+    def graph_problem(self) -> str:  # type: ignore[override]
+        """Why steps are separate launches here, in a few words; empty: they are a graph."""
+        problem: str = self.kernel(scatter_writes, PROBE_TILE).graph_problem
+        return problem
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
@@ -264,6 +331,10 @@ class TorchDevice(HostDevice):
     def wait(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
 
+    def check(self, stream: torch.cuda.Stream) -> None:
+        """Raise where the device has failed."""
+        stream.query()
+
     def order(self, before: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
         """Make what comes on stream `after` wait for what is on stream `before`, without a host wait."""
         after.wait_event(self.mark(before))
@@ -271,6 +342,21 @@ class TorchDevice(HostDevice):
     def _current_handle(self) -> int:
         # 0.2 us, where torch.cuda.current_stream() costs 4 to 8.
         return int(torch._C._cuda_getCurrentRawStream(self.index))
+
+
+def _parameter_sizes(function: int) -> list[int]:
+    """Return the bytes of each parameter of a loaded kernel, as the driver says them; nothing where it does not."""
+    from cuda.bindings import driver
+
+    sizes: list[int] = []
+    try:
+        while True:
+            error, _, size = driver.cuFuncGetParamInfo(driver.CUfunction(function), len(sizes))
+            if error:
+                return sizes
+            sizes.append(int(size))
+    except (AttributeError, RuntimeError):  # bindings or a driver of before CUDA 12.4
+        return []
 
 
 def mapped_memory_works(device: HostDevice) -> bool:

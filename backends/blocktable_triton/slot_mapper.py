@@ -18,7 +18,13 @@ class TritonSlotMapper:
 
     def __init__(self, store: TritonBlockStore) -> None:
         self.store = store
-        self._kernel = store.device.kernel(map_slots, getattr(tl, store.config.slot_dtype), store.tile)
+        store.mapper = self
+        slot_type = getattr(tl, store.config.slot_dtype)
+        short, long = (
+            store.device.kernel(map_slots, slot_type, store.features, is_long, store.tiles[is_long])
+            for is_long in (False, True)
+        )
+        self._kernels = short, long
 
     def compute_slot_mappings(self, batch: Batch, out: Sequence[Any], *, stream: int | None) -> None:
         store, num_groups = self.store, len(out)
@@ -42,8 +48,8 @@ class TritonSlotMapper:
     ) -> None:
         store = self.store
         launch_map_slots(
-            self._kernel,
-            store.tile,
+            self._kernels,
+            store.tiles,
             inputs.idx_mapping,
             inputs.query_start_loc,
             inputs.positions,
