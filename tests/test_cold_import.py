@@ -1,13 +1,18 @@
 """`import blocktable` is cheap, loads no backend and no heavy library, and works without any of them."""
 
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 LIBRARIES = ("torch", "triton", "cupy", "numba")
 NEEDS = {"triton": ("torch", "triton"), "cupy": ("cupy",), "numba": ("numba",)}
+EMULATE = {"triton": "TRITON_INTERPRET", "cupy": "BLOCKTABLE_CUPY_EMULATE", "numba": "NUMBA_ENABLE_CUDASIM"}
 
 # Every finder is asked through one that does not know the hidden names, so that they are missing as they would be
 # where nobody installed them.
@@ -85,3 +90,64 @@ for info in bt.list_backends():
 """
     )
     assert printed.splitlines()[0] == "[83, -1]"
+
+
+# What `blocktable backends` says of each.
+
+
+def said_of_backends(
+    *, hidden: Collection[str] = (), emulated: Collection[str] = (), **variables: str
+) -> dict[str, str]:
+    """Return backend -> what `blocktable backends` says of it, in a fresh process that lacks something."""
+    environment = {name: value for name, value in os.environ.items() if name not in EMULATE.values()}
+    environment |= {EMULATE[name]: "1" for name in emulated} | variables
+    source = HIDE.format(hidden=tuple(hidden)) + "from blocktable.cli import main; sys.exit(main(['backends']))"
+    command = [sys.executable, "-I", "-c", source]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    paragraphs = re.findall(r"^((\w+)  \(.*\)\n((?:  .*\n)+))", done.stdout, re.MULTILINE)
+    assert done.stdout == "".join(paragraph[0] for paragraph in paragraphs)
+    return {name: said for _, name, said in paragraphs}
+
+
+def all_but(name: str) -> set[str]:
+    """Return the other backends that can be emulated: CuPy's emulation does without CuPy."""
+    return set(EMULATE) - {name}
+
+
+@cache
+def said_without_gpu(name: str) -> dict[str, str]:
+    """Return what is said of all backends where all but one are emulated and nothing is hidden."""
+    return said_of_backends(emulated=all_but(name))
+
+
+def remedy(said: str, name: str) -> str:
+    """Return what is said after the name of a backend that cannot run: one sentence, on one line."""
+    start = f"  not available: Backend {name!r} cannot run here: "
+    assert said.startswith(start), said
+    assert said.endswith(".\n"), said
+    assert said.count("\n") == 1, said
+    return said.removeprefix(start)
+
+
+@pytest.mark.parametrize(("name", "hidden"), [(name, hidden) for name in NEEDS for hidden in NEEDS[name]])
+def test_a_missing_package_is_one_backends_matter(name: str, hidden: str) -> None:
+    said, before = said_of_backends(hidden=[hidden], emulated=all_but(name)), said_without_gpu(name)
+    assert f"install blocktable[{name}]" in remedy(said.pop(name), name)
+    assert said["numpy"].startswith("  available: numpy (host)\n")
+    assert said == {other: before[other] for other in said}
+
+
+def test_no_gpu_is_said_with_the_remedy_and_numpy_works() -> None:
+    """Where there is one it is hidden; where there is no driver, that is said."""
+    said = said_of_backends(CUDA_VISIBLE_DEVICES="-1", HIP_VISIBLE_DEVICES="-1")
+    assert said["numpy"].startswith("  available: numpy (host)\n")
+    for name, variable in EMULATE.items():
+        sentence = remedy(said[name], name)
+        assert f"set {variable}=1" in sentence or f"install blocktable[{name}]" in sentence
+        assert any(word in sentence for word in ("GPU", "driver", "not installed")), sentence
+
+
+def test_no_compiler_is_said_with_the_remedy_and_numpy_works() -> None:
+    said = said_of_backends(emulated=["cupy"], PATH="/nowhere", CXX="")
+    assert "install g++ or set CXX" in remedy(said["cupy"], "cupy")
+    assert said["numpy"].startswith("  available: numpy (host)\n")
