@@ -1,0 +1,302 @@
+"""Kernels with one fault each, in the three languages of a GPU: the suite must catch every one of them, emulated.
+
+A mutant is a copy of a backend's package, under a name of its own, in whose kernels a piece of source is replaced. Its
+cases must fail by an assertion that names the rule, and by nothing else; an unchanged copy must pass all cases. The
+suite runs once for each backend, over all of its mutants.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+UNCHANGED = "unchanged"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend whose kernels are made wrong.
+
+    Attributes:
+        name: of its class.
+        source: the file that holds its kernels.
+        variable: what asks for its emulation.
+        modules: what must be installed for that.
+    """
+
+    name: str
+    source: str
+    variable: str
+    modules: tuple[str, ...]
+
+
+TARGETS = {
+    "triton": Target("TritonBackend", "kernels.py", "TRITON_INTERPRET", ("triton", "torch")),
+    "cupy": Target("CupyBackend", "kernels.cu", "BLOCKTABLE_CUPY_EMULATE", ()),
+    "numba": Target("NumbaBackend", "kernels.py", "NUMBA_ENABLE_CUDASIM", ("numba_cuda",)),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a kernel.
+
+    Attributes:
+        rule: what a failed assertion must name.
+        cases: those that must catch it, as pytest's -k takes them.
+        changes: backend -> pieces of its source and what replaces them; each stands there exactly once.
+    """
+
+    rule: str
+    cases: str
+    changes: dict[str, dict[str, str]]
+
+
+FAULTS = {
+    # The plain kernels.
+    "pads_from_the_launched_count": Fault(
+        "R15",
+        "more_positions_than_query",
+        {
+            "triton": {"tl.load(start_ptr + num_reqs), tl.minimum(": "num_positions, tl.minimum("},
+            "cupy": {"num_tokens = query_start_loc[num_reqs];": "num_tokens = num_positions;"},
+            "numba": {"min(query_start_loc[num_reqs], ": "min("},
+        },
+    ),
+    "column_is_unbounded": Fault(
+        "R13",
+        "separate and never_reaches_another_row",
+        {
+            "triton": {
+                "(column < num_entries)": "(row >= 0)",
+                "is_valid & (column < columns)": "is_valid",
+            },
+            "cupy": {"column < width ?": "column < 2 * width ?", "if (column >= columns) return PAD_SLOT_ID;": ""},
+            "numba": {"if column < width else": "if column < 2 * width else", "= column < columns\n": "= True\n"},
+        },
+    ),
+    "product_of_32_bits": Fault(
+        "R12",
+        "slots_are_64_bits_wide",
+        {
+            "triton": {"block_id * tokens_per_column.to(tl.int64)": "(block_id * tokens_per_column << 32 >> 32)"},
+            "cupy": {"return block_id * tokens_per_column": "return (int)(block_id * tokens_per_column)"},
+            "numba": {"block_id * tokens_per_column +": "(block_id * tokens_per_column << 32 >> 32) +"},
+        },
+    ),
+    "rows_of_a_larger_batch_stay": Fault(
+        "R10",
+        "separate and addresses_stay",
+        {
+            "triton": {"held_rows = tl.load(batch_ptr + arena_size)\n    num_rows": "held_rows = 0\n    num_rows"},
+            "cupy": {"= held_rows > num_reqs_padded ? held_rows : num_reqs_padded;": "= num_reqs_padded;"},
+            "numba": {"max(batch[arena_size], num_reqs_padded)": "num_reqs_padded"},
+        },
+    ),
+    "columns_of_a_longer_row_stay": Fault(
+        "R5",
+        "separate and padded_rows_hold",
+        {
+            "triton": {"while first < held:": "while first < 0:"},
+            "cupy": {"column < held;": "column < 0;"},
+            "numba": {"while column < held:": "while column < 0:"},
+        },
+    ),
+    "last_tile_is_left_out": Fault(
+        "R12",
+        "separate and (token_in_the_next_block or first_and_last_entries)",
+        {
+            "triton": {
+                "tl.program_id(0).to(tl.int64) * TILE\n        while first < num_slots:": (
+                    "tl.program_id(0).to(tl.int64) * TILE\n        while first + TILE <= num_slots:"
+                )
+            },
+            "cupy": {"token = thread; token < num_slots;": "token = thread; token + blockDim.x <= num_slots;"},
+            "numba": {"        while token < num_slots:": "        while token + cuda.blockDim.x < num_slots:"},
+        },
+    ),
+    "last_chunk_is_left_out": Fault(
+        "R12",
+        "separate and first_and_last_entries",
+        {"cupy": {"\n      map_chunk(": "\n      if (chunk + CHUNK <= num_slots) map_chunk("}},
+    ),
+    "interleave_is_ignored": Fault(
+        "R12",
+        "separate and two_tokens_in_turn",
+        {
+            "triton": {
+                "_divide(local, interleave_size)": "local",
+                "round_index * interleave_size + (local - turn * interleave_size)": "round_index",
+            },
+            "cupy": {
+                "divide(position, group.interleave_size)": "position",
+                "round_index * group.interleave_size + (position - turn * group.interleave_size)": "round_index",
+            },
+            "numba": {
+                "divide(position, interleave_size)": "position",
+                "round_index * interleave_size + (position - turn * interleave_size)": "round_index",
+            },
+        },
+    ),
+    "null_block_is_one_kernel_block": Fault(
+        "R13",
+        "separate and null_block_spans",
+        {
+            "triton": {"(block_id >= blocks_per_kv_block)": "(block_id >= 1)"},
+            "cupy": {"block_id < groups[g].blocks_per_kv_block": "block_id < 1"},
+            "numba": {"block_id >= groups[group + BLOCKS_PER_KV_BLOCK]": "block_id >= 1"},
+        },
+    ),
+    "window_is_one_short": Fault(
+        "R11",
+        "passes_no_column_before",
+        {
+            "triton": {"- sliding_window + 1": "- sliding_window + 2"},
+            "cupy": {"- groups[g].sliding_window + 1": "- groups[g].sliding_window + 2"},
+            "numba": {"- sliding_window + 1": "- sliding_window + 2"},
+        },
+    ),
+    "last_value_is_not_written": Fault(
+        "R9",
+        "separate and token_in_the_next_block",
+        {
+            "triton": {"while first < num_values:": "while first + TILE <= num_values:"},
+            "cupy": {"value < num_values; value +=": "value + 1 < num_values; value +="},
+            "numba": {"while value < num_values:": "while value + 1 < num_values:"},
+        },
+    ),
+    # The fused step.
+    "fused_single_change_is_lost": Fault(
+        "R9",
+        "fused and token_in_the_next_block",
+        {
+            "triton": {"while first < num_singles:": "while first + TILE <= num_singles:"},
+            "cupy": {"i < changes.num_singles;": "i + 1 < changes.num_singles;"},
+            "numba": {"while i < num_singles:": "while i + 1 < num_singles:"},
+        },
+    ),
+    "fused_range_is_cut_short": Fault(
+        "R9",
+        "fused and token_in_the_next_block",
+        {
+            "triton": {"while first < num_range_values:": "while first + TILE <= num_range_values:"},
+            "cupy": {"i < changes.num_range_values;": "i + 1 < changes.num_range_values;"},
+            "numba": {"while i < num_range_values:": "while i + 1 < num_range_values:"},
+        },
+    ),
+    "fused_rows_of_a_larger_batch_stay": Fault(
+        "R10",
+        "fused and addresses_stay",
+        {
+            "triton": {
+                "\n        num_rows = tl.maximum(held_rows, num_reqs_padded)": "\n        num_rows = num_reqs_padded"
+            },
+            "cupy": {"pairs = held_rows > num_reqs_padded ?": "pairs = false ?"},
+            "numba": {"max(held_rows, num_reqs_padded)": "num_reqs_padded"},
+        },
+    ),
+    "fused_columns_of_a_longer_row_stay": Fault(
+        "R5",
+        "fused and padded_rows_hold",
+        {
+            "triton": {"(column < stale[:, None])": "(column < 0)"},
+            "cupy": {"if (i < held_rows) null_columns(": "if (false) null_columns("},
+            "numba": {"if stale > columns:": "if False:"},
+        },
+    ),
+    "fused_last_tile_is_left_out": Fault(
+        "R12",
+        "fused and (token_in_the_next_block or first_and_last_entries)",
+        {
+            "triton": {
+                "slot_parts).to(tl.int64) * TILE\n        while first < num_slots:": (
+                    "slot_parts).to(tl.int64) * TILE\n        while first + TILE <= num_slots:"
+                )
+            },
+            "cupy": {"threadIdx.x; token < num_slots;": "threadIdx.x; token + blockDim.x <= num_slots;"},
+            "numba": {"\n    while token < num_slots:": "\n    while token + cuda.blockDim.x < num_slots:"},
+        },
+    ),
+    "fused_last_chunk_is_left_out": Fault(
+        "R12",
+        "fused and first_and_last_entries",
+        {"cupy": {"\n    map_chunk(": "\n    if (chunk + CHUNK <= num_slots) map_chunk("}},
+    ),
+}
+
+
+def missing(target: Target) -> str | None:
+    """Return what the emulation lacks here, or None."""
+    if target.source.endswith(".cu") and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX") or "g++"))):
+        return "no C++ compiler is here"
+    absent = [name for name in target.modules if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(absent)} not installed" if absent else None
+
+
+def copy_package(backend: str, name: str, changes: dict[str, str], folder: Path) -> str:
+    """Copy a backend's package as `name`, with changes to its kernels, and return what the suite knows it by."""
+    package = f"blocktable_{backend}"
+    copied = Path(shutil.copytree(ROOT / "backends" / package, folder / name, ignore=shutil.ignore_patterns("__pyc*")))
+    kernels = copied / TARGETS[backend].source
+    source = kernels.read_text()
+    for old, new in changes.items():
+        assert source.count(old) == 1, f"{name}: {old!r} stands {source.count(old)} times in {backend}'s kernels"
+        source = source.replace(old, new)
+    kernels.write_text(source)
+    for module in copied.rglob("*.py"):
+        module.write_text(module.read_text().replace(package, name))
+    return f"{name}:{TARGETS[backend].name}"
+
+
+def run_suite(backend: str, faults: dict[str, Fault], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run every mutant on its cases, the unchanged copy on all of them, and return name -> verdict."""
+    changes = {UNCHANGED: {}, **{name: fault.changes[backend] for name, fault in faults.items()}}
+    labels = [copy_package(backend, name, pieces, folder) for name, pieces in changes.items()]
+    every = " or ".join(f"({cases})" for cases in dict.fromkeys(fault.cases for fault in faults.values()))
+    chosen = {UNCHANGED: every, **{name: fault.cases for name, fault in faults.items()}}
+    selection = " or ".join(f"({name}: and ({cases}))" for name, cases in chosen.items())
+    verdict = folder / "verdict.json"
+    command = [sys.executable, "-m", "blocktable_conformance", *labels, f"--verdict={verdict}", "-q", "--tb=no"]
+    environment = os.environ | {"PYTHONPATH": str(folder), TARGETS[backend].variable: "1"}
+    done = subprocess.run(
+        [*command, "-k", selection], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert verdict.exists(), done.stdout[-2000:] + done.stderr[-2000:]
+    return {found["backend"].partition(":")[0]: found for found in json.loads(verdict.read_text())}
+
+
+def complaint(verdict: dict[str, Any], rule: str) -> str | None:
+    """Return what is wrong with how a mutant was caught, or None."""
+    failures = verdict["failures"]
+    named = {name for failure in failures for name in failure["rules"].split(", ")}
+    others = [
+        f"{failure['error']}: {failure['message']}" for failure in failures if failure["error"] != "AssertionError"
+    ]
+    if others:
+        return f"raised {others[0]}"
+    if rule not in named:
+        return f"was caught as {sorted(named)}, not as {rule}" if failures else "was not caught"
+    return None
+
+
+@pytest.mark.parametrize("backend", TARGETS)
+def test_wrong_kernels_are_caught(backend: str, tmp_path: Path) -> None:
+    reason = missing(TARGETS[backend])
+    if reason is not None:
+        pytest.skip(f"{reason}: tox -e conformance-{backend}")
+    faults = {name: fault for name, fault in FAULTS.items() if backend in fault.changes}
+    verdicts = run_suite(backend, faults, tmp_path)
+    right = verdicts[UNCHANGED]
+    assert right["is_pass"], right["unavailable"] or right["failures"]
+    complaints = {name: complaint(verdicts[name], fault.rule) for name, fault in faults.items()}
+    assert not {name: said for name, said in complaints.items() if said is not None}
