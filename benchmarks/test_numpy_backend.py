@@ -1,13 +1,16 @@
-"""The numpy backend's kernels: tokens a second, and the gather of a batch.
+"""The numpy backend: tokens a second, the gather of a batch, and a whole step.
 
 Each benchmark's `extra_info` holds its tokens, so tokens a second are tokens / mean.
 """
+
+import itertools
 
 import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import blocktable as bt
+from blocktable_benchmarks.workloads import make_inputs, step_workloads
 
 
 def make_table(context_parallel: bt.ContextParallel, num_reqs: int, num_tokens: int) -> bt.BlockTable:
@@ -42,7 +45,30 @@ def test_slot_mapping(benchmark: BenchmarkFixture, world_size: int, num_reqs: in
 
 
 @pytest.mark.parametrize("num_reqs", [16, 256])
-def test_gather(benchmark: BenchmarkFixture, num_reqs: int) -> None:
+@pytest.mark.parametrize("is_permuted", [False, True])
+def test_gather(benchmark: BenchmarkFixture, num_reqs: int, is_permuted: bool) -> None:
+    """The same batch again costs little, since it shows the rows already; a permuted one is copied whole."""
     table = make_table(bt.ContextParallel(), num_reqs, num_reqs)
-    (batch,) = benchmark(table.gather, np.arange(num_reqs, dtype=np.int32)[::-1].copy())
-    assert (batch == table.host_table(0)[::-1]).all()
+    batches = [np.arange(num_reqs, dtype=np.int32)[::step].copy() for step in (1, -1 if is_permuted else 1)]
+    turns = itertools.cycle(batches)
+    (batch,) = benchmark(lambda: table.gather(next(turns)))
+    assert (np.sort(batch[:, 0]) == np.sort(table.host_table(0)[:, 0])).all()
+
+
+def test_steady_step(benchmark: BenchmarkFixture) -> None:
+    """`step`, commit included, of 256 decodes in 8 groups; 16 of them got a block. It should stay under 500 us."""
+    workload = next(found for found in step_workloads() if found.name == "256 requests, 8 groups, 128k, 1/16")
+    inputs, table = make_inputs(workload), bt.BlockTable(workload.config(), backend="numpy")
+    table.set_rows(np.arange(256), inputs.fill, np.full(256, workload.filled))
+    turns = itertools.cycle(inputs.turns)
+
+    def step() -> None:
+        table.step(inputs.idx_mapping, inputs.query_start_loc, inputs.positions, num_reqs_padded=256)
+
+    def append() -> None:
+        rows, ids, counts, *_ = next(turns)
+        table.append_rows(rows, ids, counts)
+
+    step()
+    benchmark.pedantic(step, setup=append, rounds=960, warmup_rounds=32)  # type: ignore[no-untyped-call]
+    assert (table.buffers.block_tables[7] == table.host_table(7)[inputs.idx_mapping]).all()

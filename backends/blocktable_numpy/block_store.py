@@ -8,26 +8,61 @@ from typing import Any
 import numpy as np
 
 from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, ArgumentError, Batch, BlockTableConfig, StepBuffers, Writes
-from blocktable_numpy.kernels import Ints, gather_block_tables, null_stale_columns, scatter_writes
+from blocktable_numpy.kernels import Ints, Shown, gather_block_tables, null_stale_columns, scatter_writes
 
 
 @dataclass(frozen=True, eq=False)
 class NumpyBuffers(StepBuffers):
-    """Outputs, and how many columns each batch row holds: `held` [num_groups, max_num_reqs] int32."""
+    """Outputs, and what they show.
 
-    held: Ints
+    Attributes:
+        batch: [arena.size] int32. The batch tables, laid out as the arena; `shown.held` lies where its counts do.
+        shown: what each batch row shows.
+    """
+
+    batch: Ints
+    shown: Shown
 
 
 class NumpyBlockStore:
-    """Arena, gather and outputs of one table."""
+    """Arena, gather and outputs of one table.
+
+    Attributes:
+        config: as given.
+        arena: [arena.size] int32.
+        filled: [num_groups, max_num_reqs] int32, a view of it. Row -> columns in use.
+        row_starts: [num_groups, max_num_reqs] int64. Row -> its first entry.
+    """
 
     def __init__(self, config: BlockTableConfig) -> None:
+        arena = config.arena
         self.config = config
-        self.arena: Ints = np.zeros(config.arena.size, np.int32)
+        self.arena: Ints = np.zeros(arena.size, np.int32)
         self.filled: Ints = self.table(-1)
+        group_starts, widths = np.array(arena.group_offsets)[:, None], np.array(arena.widths)[:, None]
+        self.row_starts: Ints = group_starts + widths * np.arange(arena.num_rows)
+        self._bounds: Ints = np.append(self.row_starts, arena.size)  # filled counts end at the first, a row at the next
+        # Of each row's columns: how many writes changed some, and the first one that the last of these changed.
+        self._versions: Ints = np.zeros_like(self.row_starts)
+        self._lowest: Ints = np.zeros_like(self.row_starts)
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
+        self._note_changes(writes.offsets, writes.lengths)
         scatter_writes(writes.offsets, writes.lengths, writes.values, self.arena)
+
+    def _note_changes(self, offsets: Ints, lengths: Ints) -> None:
+        """Count a write for every row whose columns it touches; for all rows where a range runs over several."""
+        versions, lowest = self._versions.ravel(), self._lowest.ravel()
+        rows = self._bounds.searchsorted(offsets, side="right") - 1  # of all groups together; -1: filled counts
+        if (offsets + lengths > self._bounds[rows + 1]).any():
+            versions += 1
+            lowest.fill(0)
+            return
+        num_counts = rows.searchsorted(0)  # ranges ascend, and filled counts come first
+        rows, columns = rows[num_counts:], offsets[num_counts:] - self._bounds[rows[num_counts:]]
+        versions[rows] += 1  # once, however many ranges a row has
+        lowest[rows] = columns
+        np.minimum.at(lowest, rows, columns)
 
     def table(self, group: int) -> Ints:
         view: Ints = self.config.arena.view(self.arena, group)
@@ -35,44 +70,60 @@ class NumpyBlockStore:
 
     def create_buffers(self) -> NumpyBuffers:
         arena = self.config.arena
-        batch_tables = np.zeros(arena.size, np.int32)  # laid out as the arena, room behind each group's rows included
+        batch = np.zeros(arena.size, np.int32)
         slot_dtype = np.dtype(self.config.slot_dtype)
         return NumpyBuffers(
-            block_tables=tuple(arena.view(batch_tables, group) for group in range(arena.num_groups)),
+            block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
             slot_mappings=tuple(
                 np.full(self.config.max_num_batched_tokens, PAD_SLOT_ID, slot_dtype) for _ in self.config.groups
             ),
-            held=arena.view(batch_tables, -1),
+            batch=batch,
+            shown=Shown(arena.view(batch, -1)),
         )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
         assert isinstance(out, NumpyBuffers)
-        for table, slots in zip(out.block_tables, out.slot_mappings, strict=True):
-            table[:] = NULL_BLOCK_ID
-            slots[:] = PAD_SLOT_ID
-        out.held[:] = 0
+        out.batch.fill(NULL_BLOCK_ID)
+        out.shown.forget()
+        for slots in out.slot_mappings:
+            slots.fill(PAD_SLOT_ID)
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         assert isinstance(out, NumpyBuffers)
-        idx_mapping = rows_of(batch)
-        for index, group in enumerate(self.config.groups):
-            first_columns = None
-            if group.sliding_window is not None and batch.num_computed_tokens is not None:
-                computed = host_array(batch.num_computed_tokens).astype(np.int64)
-                first_tokens = np.maximum(0, computed - group.sliding_window + 1)
+        idx_mapping = self.rows_of(batch)
+        null_stale_columns(idx_mapping, self.filled, self.row_starts, out.shown, out.batch)
+        gather_block_tables(
+            idx_mapping,
+            self._first_columns(batch),
+            self.filled,
+            self._versions,
+            self._lowest,
+            self.arena,
+            self.row_starts,
+            out.shown,
+            out.batch,
+        )
+
+    def _first_columns(self, batch: Batch) -> Ints:
+        """Return [num_groups, num_reqs] int64, batch index -> columns that the window has left behind (R11)."""
+        first_columns = np.zeros((len(self.config.groups), batch.num_reqs), np.int64)
+        if batch.num_computed_tokens is None:
+            return first_columns
+        computed = host_array(batch.num_computed_tokens).astype(np.int64)
+        for columns, group in zip(first_columns, self.config.groups, strict=True):
+            if group.sliding_window is not None:
+                tokens = np.maximum(0, computed - group.sliding_window + 1)
                 if group.is_sharded:
-                    first_tokens = self.config.context_parallel.local_lengths(first_tokens)
-                first_columns = first_tokens // group.tokens_per_column
-            filled, held, block_table = self.filled[index], out.held[index], out.block_tables[index]
-            null_stale_columns(idx_mapping, filled, held, block_table)
-            gather_block_tables(
-                idx_mapping,
-                first_columns,
-                filled,
-                self.table(index),
-                held,
-                block_table,
-            )
+                    tokens = self.config.context_parallel.local_lengths(tokens)
+                columns[:] = tokens // group.tokens_per_column
+        return first_columns
+
+    def rows_of(self, batch: Batch) -> Ints:
+        """Return [num_reqs] int64, batch index -> row; -1 for a dummy (R10)."""
+        if batch.idx_mapping is None:
+            return np.arange(batch.num_reqs)
+        rows = host_array(batch.idx_mapping)
+        return np.where((rows >= 0) & (rows < self.config.max_num_reqs), rows, np.int64(-1))
 
 
 def host_array(array: Any) -> Ints:
@@ -85,8 +136,3 @@ def host_array(array: Any) -> Ints:
         raise ArgumentError(
             f"The numpy backend takes arrays on the host, got {type(array).__module__}.{type(array).__name__}: {error}"
         ) from error
-
-
-def rows_of(batch: Batch) -> Ints:
-    """Return [num_reqs] int64, batch index -> row."""
-    return np.arange(batch.num_reqs) if batch.idx_mapping is None else host_array(batch.idx_mapping).astype(np.int64)
