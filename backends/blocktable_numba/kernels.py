@@ -702,10 +702,22 @@ def needed_features(config: BlockTableConfig) -> tuple[tuple[str, bool], ...]:
     )
 
 
-@cache
+FEATURES_OF = {
+    "gather_block_tables": ("HAS_SHARDS", "HAS_WINDOWS"),
+    "map_slots": ("HAS_SHARDS", "HAS_MODES", "HAS_NULL_PADS", "HAS_ODD_SIZES"),
+    "step_batch": ("HAS_SHARDS", "HAS_MODES", "HAS_NULL_PADS", "HAS_WINDOWS", "HAS_ODD_SIZES"),
+}
+"""Which features a kernel knows; the others know none."""
+
+
 def specialised(name: str, features: tuple[tuple[str, bool], ...]) -> Any:
-    """Return a kernel that is compiled with some of the features: Numba takes globals as constants."""
-    scope = {**globals(), **dict(features)}
+    """Return a kernel that is compiled with some of the features, the same one for those that it knows."""
+    return _specialised(name, tuple(feature for feature in features if feature[0] in FEATURES_OF.get(name, ())))
+
+
+@cache
+def _specialised(name: str, features: tuple[tuple[str, bool], ...]) -> Any:
+    scope = {**globals(), **dict(features)}  # Numba takes globals as constants
     for function in DEVICE_FUNCTIONS:
         scope[function] = _device_function(_copy(scope[function].py_func, scope))
     made = cuda.jit(_copy(KERNELS[name].py_func, scope))

@@ -33,6 +33,7 @@ from blocktable_triton.kernels import (
     TILE,
     apply_changes,
     gather_block_tables,
+    gather_features,
     group_fields,
     is_long_launch,
     launch_gather_block_tables,
@@ -86,12 +87,13 @@ class TritonBlockStore:
         self.tiles = (EMULATED_TILE, 2 * EMULATED_TILE) if emulated else (TILE, LONG_TILE)
         self.tile, self.row_tile = (EMULATED_TILE, EMULATED_TILE) if emulated else (TILE, ROW_TILE)
         self.features = needed_features(config)
+        self.is_long = is_long_launch(config.max_num_batched_tokens * len(config.groups), self.tiles)
         self.arena = device.full(config.arena.size, NULL_BLOCK_ID, "int32")
         self.groups = device.upload(group_fields(config))
         self.arena_address, self.groups_address = device.address(self.arena), device.address(self.groups)
         self._scatter = device.kernel(scatter_writes, self.tile)
         self._null_stale = device.kernel(null_stale_columns, self.row_tile)
-        self._gather = device.kernel(gather_block_tables, self.features, self.row_tile)
+        self._gather = device.kernel(gather_block_tables, gather_features(self.features), self.row_tile)
         self.step_kernels = self._step_kernels(emulated) if has_fused_step else None
         self._steady_entries = steady_entries(config)
         self._inputs_entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
@@ -114,13 +116,13 @@ class TritonBlockStore:
     def _step_kernels(self, emulated: bool) -> tuple[Any, Any] | None:
         """Return apply_changes and step_batch; None where they cannot be launched as a graph."""
         config = self.config
-        is_long = is_long_launch(config.max_num_batched_tokens * len(config.groups), self.tiles)
         self.step_rows = 2 if emulated else STEP_ROWS
         slot_type, row_tile = getattr(tl, config.slot_dtype), EMULATED_TILE if emulated else STEP_ROW_TILE
         kernels = (
             self.device.kernel(apply_changes, self.tiles[0]),
             self.device.kernel(
-                *(step_batch, slot_type, self.features, is_long, self.tiles[is_long]), *(self.step_rows, row_tile)
+                *(step_batch, slot_type, self.features, self.is_long, self.tiles[self.is_long]),
+                *(self.step_rows, row_tile),
             ),
         )
         return None if any(kernel.graph_problem for kernel in kernels) else kernels

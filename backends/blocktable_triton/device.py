@@ -135,7 +135,10 @@ class HostDevice:
     def choose_staging(self, staging: str) -> None:
         """Let kernels read pinned memory where it lies, or copy it first ("copy", or "auto" where a probe says so)."""
         if staging == "params":
-            raise ArgumentError("BLOCKTABLE_STAGING=params is for the fused step; choose auto, mapped or copy.")
+            raise ArgumentError(
+                "BLOCKTABLE_STAGING=params needs kernels that take changes by value, which Triton has not; "
+                "choose auto, mapped or copy."
+            )
         self.is_mapped = staging != "copy"
         if staging == "auto":
             self.is_mapped = mapped_memory_works(self)

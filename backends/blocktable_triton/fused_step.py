@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from blocktable import Batch, KernelArguments, KernelNode, StepGraph
-from blocktable_triton.kernels import is_long_launch, likely_tokens_per_req
+from blocktable_triton.kernels import likely_tokens_per_req
 
 HEADER = 5
 """Counts before packed changes: single values, ranges, range values, NULL ranges, their entries."""
@@ -73,7 +73,7 @@ class FusedStep:
         config = store.config
         self._num_groups, self._num_slots = len(config.groups), config.max_num_batched_tokens
         self._change_tile = store.tiles[0]
-        self._is_long = is_long_launch(self._num_slots * self._num_groups, store.tiles)
+        self._is_long = store.is_long
         self._arena = (store.arena_address, self._num_groups, config.max_num_reqs, config.arena.size, batch)
         self._copy_parts = min(-(-config.max_num_reqs // self._change_tile), MAX_COPY_PARTS)
         self._last_mark, self._shown_mark = store.last_mark_address, store.shown_mark_address

@@ -93,6 +93,16 @@ def needed_features(config: BlockTableConfig) -> int:
     return sum(feature.value for feature, is_needed in features.items() if is_needed)
 
 
+def gather_features(features: int) -> int:
+    """Return those of the features that gather_block_tables knows: a table with others shares its kernel."""
+    return features & int(HAS_WINDOWS.value | HAS_SHARDS.value) if features & HAS_WINDOWS.value else 0
+
+
+def map_features(features: int) -> int:
+    """Return those of the features that map_slots knows."""
+    return features & ~int(HAS_WINDOWS.value)
+
+
 def _jit(function: Any) -> Any:
     """Make a kernel whose arguments are never specialised: neither 1, nor multiples of 16, nor values above 2**31."""
     names = [name for name, kind in function.__annotations__.items() if kind != "tl.constexpr"]
@@ -578,7 +588,7 @@ def map_slots(
 
 
 def launch_map_slots(
-    kernels: tuple[Kernel, Kernel],  # of short launches and of long ones
+    kernels: tuple[Kernel, Kernel | None],  # of short launches and of long ones, where the table may make them
     tiles: tuple[int, int],
     idx_mapping: int,  # address; 0: identity
     query_start_loc: int,  # address
@@ -598,7 +608,9 @@ def launch_map_slots(
     """Launch map_slots; nothing for no slots."""
     if num_slots == 0:
         return
-    is_long = is_long_launch(num_slots * num_groups, tiles)
+    short, long = kernels
+    is_long = long is not None and is_long_launch(num_slots * num_groups, tiles)
+    kernel: Any = long if is_long else short
     arguments = (
         idx_mapping,
         query_start_loc,
@@ -615,7 +627,7 @@ def launch_map_slots(
         slots_stride,
         _int32(num_slots),
     )
-    kernels[is_long](_grid(num_slots, tiles[is_long], num_groups), arguments, stream)
+    kernel(_grid(num_slots, tiles[is_long], num_groups), arguments, stream)
 
 
 def is_long_launch(num_slots: int, tiles: tuple[int, int]) -> bool:
