@@ -306,7 +306,9 @@ class NumbaDevice(Device):
             warnings.simplefilter("ignore")  # Numba's linker warns wherever there is no nvJitLink
             compiled = specialised(name, features).compile(types_of_arguments)
             compiled.bind()
-            return GpuKernel(int(compiled.library.get_cufunc().handle), types_of_arguments)
+            # Numba's handle is a CUkernel, which a launch takes and a graph's node does not.
+            kernel = driver.CUkernel(int(compiled.library.get_cufunc().handle))
+            return GpuKernel(int(_call(driver.cuKernelGetFunction, kernel)), types_of_arguments)
 
     def address(self, array: Any) -> int:
         if isinstance(array, self._native):
