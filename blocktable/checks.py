@@ -14,6 +14,9 @@ _NUMPY_DTYPES = {name: np.dtype(name) for name in ("int32", "int64")}
 _TENSOR_TYPES: set[type] = set()  # torch's classes and dtypes, as they are met: the core imports no torch
 _TENSOR_DTYPES: dict[Any, str] = {}
 
+COUNT_LIMIT = 2**31
+"""More blocks than any row may hold."""
+
 _NO_IDS: IntArray = np.empty(0, np.int32)
 
 
@@ -80,8 +83,10 @@ def ids_per_group(block_ids: Any, num_groups: int) -> list[IntArray]:
     if isinstance(block_ids, np.ndarray):
         if block_ids.size == 0 and block_ids.ndim == 1:
             return [_NO_IDS] * num_groups
-        if num_groups == 1 and block_ids.ndim == 1:
+        if block_ids.ndim == 0 or (num_groups == 1 and block_ids.ndim == 1):
             return [int_array("block_ids", block_ids)]
+        if block_ids.ndim > 1 and block_ids.shape[0] != num_groups:
+            raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got an array of shape {block_ids.shape}.")
     elif not isinstance(block_ids, Sequence) or isinstance(block_ids, str | bytes):
         raise DtypeError(f"block_ids must be {_expected(num_groups)}, got {type(block_ids).__name__}.")
     if len(block_ids) == 0:
@@ -107,6 +112,13 @@ def _is_nested(value: Any) -> bool:
     return value is None or hasattr(value, "__len__")
 
 
+def bounded(counts: IntArray) -> IntArray:
+    """Return counts as int64, those above every capacity cut down to COUNT_LIMIT: their sums must fit."""
+    if counts.dtype.itemsize == 8:
+        counts = np.minimum(counts, counts.dtype.type(COUNT_LIMIT))
+    return counts.astype(np.int64, copy=False)
+
+
 def per_group_counts(name: str, counts: Any, num_groups: int, num_rows: int) -> IntArray:
     """Return counts `[num_rows]` shared by all groups, or one such array per group, as `[num_groups, num_rows]` int64.
 
@@ -129,10 +141,9 @@ def per_group_counts(name: str, counts: Any, num_groups: int, num_rows: int) -> 
             raise ArgumentError(f"{expected}; got {array.size}, but rows has {num_rows}.")
         if num_rows and array.min() < 0:
             raise ArgumentError(f"{name} must be at least 0, got {array.min()}.")
-    first = checked[0].astype(np.int64, copy=False)
     if len(checked) == 1:
-        return np.broadcast_to(first, (num_groups, num_rows))
-    return np.stack(checked).astype(np.int64, copy=False)
+        return np.broadcast_to(bounded(checked[0]), (num_groups, num_rows))
+    return np.stack([bounded(array) for array in checked])
 
 
 class ArraySpec(NamedTuple):
@@ -150,7 +161,9 @@ def array_spec(name: str, array: Any) -> ArraySpec:
         DtypeError: it is no array.
     """
     if isinstance(array, np.ndarray):
-        return ArraySpec(array.dtype.name, array.shape, array.flags.c_contiguous)
+        # A foreign byte order or a misaligned start is nothing a kernel can read.
+        name_of_dtype = array.dtype.name if array.dtype.isnative else array.dtype.str
+        return ArraySpec(name_of_dtype, array.shape, array.flags.c_contiguous and array.flags.aligned)
     dtype, shape = getattr(array, "dtype", None), getattr(array, "shape", None)
     if shape is not None and hasattr(array, "is_contiguous"):  # torch, and anything that speaks like it
         spec = ArraySpec(str(dtype).removeprefix("torch."), tuple(shape), bool(array.is_contiguous()))
@@ -160,11 +173,10 @@ def array_spec(name: str, array: Any) -> ArraySpec:
         return spec
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
-        name_of_dtype = np.dtype(interface["typestr"]).name
+        kind = np.dtype(interface["typestr"])
+        name_of_dtype = kind.name if kind.isnative else kind.str
         strides, shape = interface.get("strides"), tuple(interface["shape"])
-        dense = (
-            strides is None or 0 in shape or tuple(strides) == _dense_strides(shape, np.dtype(name_of_dtype).itemsize)
-        )
+        dense = strides is None or 0 in shape or tuple(strides) == _dense_strides(shape, kind.itemsize)
         return ArraySpec(name_of_dtype, shape, dense)
     if dtype is not None and shape is not None and hasattr(array, "__dlpack__"):
         return ArraySpec(str(dtype), tuple(shape), True)
@@ -191,7 +203,7 @@ def vector_length(name: str, array: Any, dtype: str) -> int:
     # The common cases first: this runs for every input of every step.
     kind = type(array)
     if kind is np.ndarray:
-        if array.dtype == _NUMPY_DTYPES[dtype] and array.ndim == 1 and array.flags.c_contiguous:
+        if array.dtype == _NUMPY_DTYPES[dtype] and array.ndim == 1 and array.flags.carray:
             return int(array.size)
     elif (
         kind in _TENSOR_TYPES
@@ -206,5 +218,5 @@ def vector_length(name: str, array: Any, dtype: str) -> int:
     if len(spec.shape) != 1:
         raise ArgumentError(f"{name} must be one-dimensional, got shape {spec.shape}.")
     if not spec.contiguous:
-        raise ArgumentError(f"{name} must be contiguous, got a strided view; pass a contiguous copy.")
+        raise ArgumentError(f"{name} must be contiguous and aligned, got a strided or shifted view; pass a copy.")
     return spec.shape[0]

@@ -89,6 +89,11 @@ class KVCacheGroup:
                 f"{owner}: kernel_block_size {self.kernel_block_size} does not divide block_size {self.block_size}; "
                 "choose a kernel_block_size that divides it."
             )
+        if self.slot_mode != "none" and self.block_id_limit * self.block_size > 2**63:
+            raise ConfigError(
+                f"{owner}: slots of block_size {self.block_size} with block ids up to {self.block_id_limit - 1} do not "
+                "fit 64 bits; set num_blocks, or a smaller block_size."
+            )
         if self.slot_mode not in get_args(SlotMode):
             raise ConfigError(f"{owner}: slot_mode must be one of {get_args(SlotMode)}, got {self.slot_mode!r}.")
         if self.sharded and self.slot_mode != "linear":

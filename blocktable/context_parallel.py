@@ -54,6 +54,15 @@ class ContextParallel:
         """
         if isinstance(seq_lens, bool) or not (isinstance(seq_lens, int) or hasattr(seq_lens, "clip")):
             raise DtypeError(f"seq_lens must be an int or an integer array, got {type(seq_lens).__name__}.")
+        if isinstance(seq_lens, np.ndarray | np.integer):  # in 64 bits: a turn need not fit a small dtype
+            if seq_lens.dtype.kind not in "iu":
+                raise DtypeError(f"seq_lens must hold integers, got dtype {seq_lens.dtype}.")
+            return self._local_lengths(seq_lens.astype(np.int64)).astype(seq_lens.dtype)
+        if getattr(getattr(seq_lens, "dtype", None), "is_floating_point", False):
+            raise DtypeError(f"seq_lens must hold integers, got dtype {seq_lens.dtype}.")
+        return self._local_lengths(seq_lens)
+
+    def _local_lengths(self, seq_lens: Any) -> Any:
         turn, first = self.world_size * self.interleave_size, self.rank * self.interleave_size
         rest, last = seq_lens % turn, first + self.interleave_size
         # Clipped before the subtraction: unsigned lengths must not wrap.

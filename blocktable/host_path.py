@@ -47,6 +47,6 @@ def _load() -> tuple[Any | None, str | None]:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name="compiled"):
         try:
             return entry.load()(), None
-        except ImportError as error:
-            return None, str(error)
+        except Exception as error:  # Numba missing, or no place where it may keep what it compiles
+            return None, f"{type(error).__name__}: {error}"
     return None, "not installed"

@@ -137,6 +137,21 @@ class Writes:
         np.concatenate(parts, out=block[CHANGES_HEADER:end], casting="unsafe")
         return end
 
+    def split_long(self, limit: int = 1 << 16) -> tuple[list[tuple[int, IntArray]], Writes]:
+        """Return the ranges of more than `limit` entries, each with its first entry, and the others as writes.
+
+        For backends that copy a long range as it is, and scatter the rest.
+        """
+        is_long = self.lengths > limit
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        long_ranges = [
+            (int(self.offsets[i]), self.values[ends[i] - self.lengths[i] : ends[i]]) for i in np.flatnonzero(is_long)
+        ]
+        if not long_ranges:
+            return [], self
+        values = self.values[ranges((ends - self.lengths)[~is_long], self.lengths[~is_long])]
+        return long_ranges, Writes(self.arena, self.offsets[~is_long], self.lengths[~is_long], values)
+
     def split_by_row(self) -> Writes:
         """Return the same changes as ranges that each stay inside one row, for backends without an arena.
 

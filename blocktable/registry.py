@@ -28,6 +28,7 @@ _REQUIRED = (
 )
 
 _lock = threading.Lock()
+_locks: dict[str, threading.RLock] = {}
 _loaded: dict[str, Backend] = {}
 
 
@@ -80,6 +81,8 @@ def get_backend(name: str) -> Backend:
     if not isinstance(name, str):
         raise UnknownBackendError(f"A backend is asked for by name, got {name!r}; a backend object needs no lookup.")
     with _lock:
+        lock = _locks.setdefault(name, threading.RLock())
+    with lock:  # of this name alone: a backend may ask for another one while it is made
         if name not in _loaded:
             _loaded[name] = _load(name)
         return _loaded[name]

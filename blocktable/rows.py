@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from blocktable.checks import ids_per_group, int_array, per_group_counts
-from blocktable.config import BlockTableConfig
+from blocktable.config import BlockTableConfig, KVCacheGroup
 from blocktable.constants import NULL_BLOCK_ID
-from blocktable.errors import ArgumentError, ConfigError, RowCapacityError, RowIndexError
+from blocktable.errors import ArgumentError, ConfigError, DtypeError, RowCapacityError, RowIndexError
 from blocktable.host_path import compiled_host_path
 from blocktable.protocols import IntArray, Writes, ranges
 
@@ -78,6 +78,7 @@ class Journal:
             offsets: [n] int64.
             lengths: [n] int64, at least 1.
         """
+        self.knows_values = False  # their ranges may move
         offsets, lengths = self.offsets[: self.size], self.lengths[: self.size]
         if not lengths.all():
             kept = lengths > 0
@@ -283,6 +284,7 @@ class HostRows:
 
     def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
         """Check the rows and append: compiled where that is installed and all is in order."""
+        _require_counts(counts)
         if self._compiled is None or not self._append_compiled(rows, block_ids, counts):
             self.append(self.check_rows("rows", rows), block_ids, counts)
 
@@ -293,6 +295,8 @@ class HostRows:
         """
         if type(block_ids) is np.ndarray:
             block_ids = [block_ids]
+        elif type(block_ids) is not list and type(block_ids) is not tuple:
+            return False
         num_groups = self.arena.num_groups
         if not (type(rows) is type(counts) is np.ndarray and rows.dtype is counts.dtype is _INT64):
             return False
@@ -306,7 +310,8 @@ class HostRows:
         # Equal bytes that add up to the whole: each of them is int32, none a bool array that was promoted.
         if flat.dtype is not _INT32 or sizes.count(sizes[0]) != num_groups or flat.nbytes != sizes[0] * num_groups:
             return False
-        if flat.ndim != 1 or not (rows.flags.c_contiguous and counts.flags.c_contiguous and flat.flags.c_contiguous):
+        # Contiguous, aligned and writable: for any other kind Numba would compile once more.
+        if flat.ndim != 1 or not (rows.flags.carray and counts.flags.carray and flat.flags.carray):
             return False
         self._stamp += 1
         journal = self.journal
@@ -331,6 +336,27 @@ class HostRows:
         journal.knows_values = journal.size == 0 and not self._expands
         journal.size = size
         return True
+
+    def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        """Check the rows and replace what they hold."""
+        _require_counts(counts)
+        self.set(self.check_rows("rows", rows), block_ids, counts)
+
+    def warmup(self) -> None:
+        """Compile what the compiled host path needs, on rows of its own."""
+        if self._compiled is None:
+            return
+        group = KVCacheGroup(block_size=1)
+        other = HostRows(
+            BlockTableConfig(
+                groups=[group, group], max_num_reqs=2, max_num_batched_tokens=1, max_model_len=8, width_alignment=1
+            )
+        )
+        one = np.ones(1, np.int64)
+        for _ in range(2):
+            other.append_rows(one, [one.astype(np.int32)] * 2, one)
+            other.writes().pack_changes(np.zeros(64, np.int32))
+            other.journal.clear()
 
     def append(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
         """Add blocks behind what the rows hold."""
@@ -413,7 +439,6 @@ class HostRows:
             journal.size, num_values, is_in_place = self._compiled.merge(journal.offsets, journal.lengths, journal.size)
             journal.knows_values = journal.knows_values and is_in_place
             if num_values > self._most_scattered and journal.size > 1:
-                self.invalidate()
                 return self.plain_writes()
             return _CompiledWrites(self, num_values)
         return self.plain_writes()
@@ -422,8 +447,7 @@ class HostRows:
         """As `writes`, by numpy."""
         offsets, lengths = self.journal.merge()
         if lengths.size > 1 and lengths.sum() > self._most_scattered:
-            self.invalidate()
-            offsets, lengths = self.journal.merge()
+            offsets, lengths = np.zeros(1, np.int64), np.array([self.arena.size])
         if lengths.size and lengths.max() > MAX_RANGE:
             offsets, lengths = _split_ranges(offsets, lengths)
         return Writes(self.arena, offsets, lengths.astype(np.int32), _take(self.mirror, offsets, lengths))
@@ -456,6 +480,11 @@ class HostRows:
     def _set_filled(self, cells: IntArray, before: IntArray, after: IntArray) -> None:
         self.mirror[cells] = after
         self.journal.mark(cells, before != after)
+
+
+def _require_counts(counts: Any) -> None:
+    if counts is None:
+        raise DtypeError("counts must say how many ids go to each row, got None.")
 
 
 def _column(values: Any) -> IntArray:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from blocktable.checks import (
+    COUNT_LIMIT,
+    bounded,
     int_array,
     int_scalar,
     non_negative,
@@ -69,7 +71,9 @@ class _Plan:
         self.buffers: StepBuffers = buffers
         self.step: Step = step
         self.sizes = sizes
-        inputs: tuple[Any, ...] = (self.batch.idx_mapping, self.batch.query_start_loc, self.batch.positions)
+        inputs: list[Any] = [self.batch.idx_mapping, self.batch.query_start_loc, self.batch.positions]
+        if self.batch.num_computed_tokens is not None:
+            inputs.append(self.batch.num_computed_tokens)
         # torch tensors only, whose length is cheap to ask for: somebody may resize one in place. With the identity the
         # padding rows must be looked at each time.
         self.lengths = [array.numel for array in inputs if hasattr(array, "numel")]
@@ -211,7 +215,7 @@ class BlockTable:
         if src != dst:
             self._rows.copy(source, target, vacate=False)
 
-    def truncate_row(self, row: int, num_blocks: int | Sequence[int]) -> None:
+    def truncate_row(self, row: int, num_blocks: int | Sequence[int] | IntArray) -> None:
         """Keep the first blocks of a row (speculative rollback); asking for more than there are changes nothing.
 
         Args:
@@ -229,9 +233,9 @@ class BlockTable:
                 )
             if kept.min() < 0:
                 raise ArgumentError(f"num_blocks must be at least 0, got {kept.min()}.")
-            self._rows.truncate(rows, kept[:, None])
+            self._rows.truncate(rows, bounded(kept)[:, None])
         else:
-            self._rows.truncate(rows, non_negative("num_blocks", num_blocks))
+            self._rows.truncate(rows, min(non_negative("num_blocks", num_blocks), COUNT_LIMIT))
 
     def null_range(self, row: int, group: int, start: int, stop: int) -> None:
         """Make manager blocks start .. stop - 1 of a row NULL in one group (eviction); later ones stay.
@@ -266,7 +270,7 @@ class BlockTable:
 
     def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
         """Replace what many rows hold. Args and errors: as `append_rows`. Rules: R4, R6, R7, R8."""
-        self._rows.set(self._rows.check_rows("rows", rows), block_ids, counts)
+        self._rows.set_rows(rows, block_ids, counts)
 
     def clear_rows(self, rows: Any) -> None:
         """Make many rows empty in every group. Rules: R4, R5."""
@@ -497,6 +501,7 @@ class BlockTable:
                 if self._fused_step is not None:
                     self._fused_step(no_writes, batch, buffers, stream=None)
         self.backend.synchronize(self.device)
+        self._rows.warmup()
 
     def invalidate(self) -> None:
         """Trust nothing on the device any more: its memory was released and mapped again (sleep and wake).
@@ -579,9 +584,8 @@ class BlockTable:
             )
         if idx_mapping is None and padded > requests:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
-        if self._has_streams:
-            for array in (idx_mapping, query_start_loc, positions, num_computed_tokens):
-                self._require_device(array)
+        for array in (idx_mapping, query_start_loc, positions, num_computed_tokens):
+            self._require_device(array)
         # With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy.
         wants_tables = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
         return Batch(
@@ -618,6 +622,10 @@ class BlockTable:
 
     def _require_device(self, array: Array | None) -> None:
         """Refuse what lies elsewhere, before anything is committed."""
+        if not self._has_streams:
+            if getattr(array, "is_cuda", False):
+                raise ArgumentError(f"Backend {self.backend.name!r} works on the host; an array on a GPU was given.")
+            return
         if not getattr(array, "is_cuda", True):
             raise ArgumentError(
                 "A torch tensor in the host's memory was given; pass it on the table's device, or as a numpy array, "
@@ -643,7 +651,7 @@ class BlockTable:
         pending = np.empty(0) if will_commit else self._rows.pending_counts(start, stop)
         if pending.size:
             raise ArgumentError(
-                f"Row {pending[0]} was emptied, but not on the device yet: with idx_mapping=None the rows from "
+                f"Row {pending[0]} has changes that are not on the device yet: with idx_mapping=None the rows from "
                 f"num_reqs {start} to num_reqs_padded {stop} are the batch's padding; commit first."
             )
 
@@ -659,6 +667,8 @@ class BlockTable:
             raise ArgumentError(
                 f"out must be a set of buffers from create_buffers(), or {num_groups} arrays, one a group."
             )
+        if len({id(array) for array in out}) < num_groups:
+            raise ArgumentError("out must hold another array for each group; one is given twice.")
         for group, array in enumerate(out):
             name = f"out[{group}]"
             self._check_num_tokens(num_tokens, num_tokens_padded, vector_length(name, array, self.config.slot_dtype))
@@ -756,8 +766,8 @@ class BlockTable:
         Rules: R5, R9.
         """
         pending = np.zeros(self.config.arena.size, np.bool_)
-        writes = self._rows.writes()
-        for offset, length in zip(writes.offsets.tolist(), writes.lengths.tolist(), strict=True):
+        offsets, lengths = self._rows.journal.merge()
+        for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
             pending[offset : offset + length] = True
         for group in range(-1, len(self.config.groups)):
             expected = self.config.arena.view(self._rows.mirror, group)

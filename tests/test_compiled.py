@@ -157,3 +157,12 @@ def test_most_of_a_large_table_is_sent_as_one_range(
     ):
         sent[offset : offset + length] = values
     assert np.array_equal(sent, host.mirror)
+
+
+def test_an_unsorted_append_survives_a_look_at_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that the append noted are not taken once their ranges have moved. Rules: R9."""
+    compiled, plain = both(ONE_GROUP, monkeypatch)
+    for host in (compiled, plain):
+        host.append_rows(np.array([3, 1]), np.array([30, 10], np.int32), np.array([1, 1]))
+        host.pending_counts(0, 12)
+    same(compiled, plain)

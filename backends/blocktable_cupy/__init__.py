@@ -16,6 +16,11 @@ from blocktable_cupy.slot_mapper import CupySlotMapper
 __all__ = ["CupyBackend", "CupyBlockStore", "CupySlotMapper"]
 
 
+def _has_cuda_bindings() -> bool:
+    """Whether the driver's bindings are here; CuPy alone brings another package of the namespace `cuda`."""
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+
+
 class CupyBackend:
     """RawModule kernels on a GPU, or their host emulation; which one is decided when the backend is made."""
 
@@ -25,7 +30,7 @@ class CupyBackend:
     def __init__(self) -> None:
         self.is_emulated = is_emulated()
         declared = {"int32_slots"} if self.is_emulated else {"int32_slots", "streams", "graph_capture"}
-        if self.is_emulated or importlib.util.find_spec("cuda") is not None:
+        if self.is_emulated or _has_cuda_bindings():
             declared.add("fused_step")
         self.capabilities = frozenset(declared)
         self.description = "cupy (host emulation)" if self.is_emulated else "cupy"

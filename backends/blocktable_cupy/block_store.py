@@ -131,20 +131,21 @@ class CupyBlockStore:
                 self._launch_scatter(slot.address, num_ranges, num_values, native)
                 self._writes_ring.release(self.device.mark(native))
             else:
-                self._write_large(writes, entries, native)
+                self._write_large(writes, native)
 
-    def _write_large(self, writes: Writes, entries: int, stream: Any) -> None:
+    def _write_large(self, writes: Writes, stream: Any) -> None:
         """Send what the ring has no room for: it may allocate and wait (R9)."""
-        if writes.offsets.size == 1:  # a whole table, at start-up or wake-up: no scatter needed
-            start = int(writes.offsets[0])
-            self.device.copy_in(writes.values, self.arena[start : start + writes.values.size], stream)
+        long_ranges, rest = writes.split_long()
+        for start, values in long_ranges:  # most of a table, at start-up or wake-up: no scatter needed
+            self.device.copy_in(values, self.arena[start : start + values.size], stream)
+        if rest.num_ranges == 0:
             return
-        packed = np.empty(entries, np.int32)
-        pack_writes(writes, packed)
-        staged = self.device.full(entries, 0, "int32")
+        packed = np.empty(staged_entries(rest.num_ranges, rest.values.size), np.int32)
+        pack_writes(rest, packed)
+        staged = self.device.full(packed.size, 0, "int32")
         self.device.synchronize()
         self.device.copy_in(packed, staged, stream)
-        self._launch_scatter(self.device.address(staged), writes.offsets.size, writes.values.size, stream)
+        self._launch_scatter(self.device.address(staged), rest.num_ranges, rest.values.size, stream)
         self.device.wait(self.device.mark(stream))
 
     def _launch_scatter(self, staged: int, num_ranges: int, num_values: int, stream: Any) -> None:
@@ -219,7 +220,7 @@ class CupyBlockStore:
 
     def _has_host_arrays(self, batch: Batch) -> bool:
         return not self.device.takes_host_arrays and any(
-            isinstance(array, np.ndarray) for array in (batch.positions, batch.query_start_loc, batch.idx_mapping)
+            isinstance(getattr(batch, name), np.ndarray) for name in INPUTS
         )
 
     def _plain_step(self, batch: Batch, out: StepBuffers, stream: int | None) -> None:

@@ -85,7 +85,9 @@ extern "C" __global__ void scatter_writes(
     int num_values,
     int* __restrict__ arena  // [arena.size], written
 ) {
-  for (int value = blockIdx.x * blockDim.x + threadIdx.x; value < num_values; value += gridDim.x * blockDim.x) {
+  int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x;
+  for (int64 entry = thread; entry < num_values; entry += (int64)gridDim.x * blockDim.x) {
+    int value = (int)entry;
     // step 1: which value of which range
     int range_index = value, end = num_ranges;
     if (num_ranges != num_values) {  // else each range holds one value, as in steady decode

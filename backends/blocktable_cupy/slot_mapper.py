@@ -28,7 +28,7 @@ class CupySlotMapper:
         stride = starts[1] - starts[0] if num_groups > 1 else 0
         itemsize = np.dtype(store.config.slot_dtype).itemsize
         length = out[0].shape[0]
-        is_regular = all(
+        is_regular = stride % itemsize == 0 and all(
             start == starts[0] + group * stride and slots.shape[0] == length
             for group, (start, slots) in enumerate(zip(starts, out, strict=True))
         )

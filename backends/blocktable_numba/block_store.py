@@ -144,10 +144,13 @@ class NumbaBlockStore:
             num_ranges, num_values = writes.num_ranges, writes.values.size
             if num_values == 0 and self._is_loaded:
                 return
-            if num_values > self._steady_entries and num_ranges == 1:  # a whole table: nothing to scatter
-                start = int(writes.offsets[0])
-                self.device.copy_in(writes.values, self.arena[start : start + num_values], native)
-                return
+            if num_values > self._steady_entries:  # most of a table, at start-up or wake-up: long ranges need no scatter
+                long_ranges, writes = writes.split_long()
+                for start, values in long_ranges:
+                    self.device.copy_in(values, self.arena[start : start + values.size], native)
+                num_ranges, num_values = writes.num_ranges, writes.values.size
+                if num_ranges == 0:
+                    return
             entries = staged_entries(num_ranges, num_values)
             is_large = entries > self._steady_entries  # then it may allocate and wait (R9)
             slot = self.device.staging_slot(entries) if is_large else self._writes_ring.acquire()
