@@ -68,9 +68,9 @@ FAULTS = {
         "R15",
         "more_positions_than_query",
         {
-            "triton": {"tl.load(start_ptr + num_reqs), tl.minimum(": "num_positions, tl.minimum("},
+            "triton": {"tl.minimum(end_of_tokens, ": "tl.minimum(num_positions, "},
             "cupy": {"num_tokens = query_start_loc[num_reqs];": "num_tokens = num_positions;"},
-            "numba": {"min(query_start_loc[num_reqs], ": "min("},
+            "numba": {"min(end_of_tokens, ": "min("},
         },
     ),
     "column_is_unbounded": Fault(
@@ -82,7 +82,10 @@ FAULTS = {
                 "is_valid & (column < columns)": "is_valid",
             },
             "cupy": {"column < width ?": "column < 2 * width ?", "if (column >= columns) return PAD_SLOT_ID;": ""},
-            "numba": {"if column < width else": "if column < 2 * width else", "= column < columns\n": "= True\n"},
+            "numba": {
+                "is_valid & (column < width)": "is_valid & (column < 2 * width)",
+                "is_valid & (column < columns)": "is_valid",
+            },
         },
     ),
     "product_of_32_bits": Fault(
@@ -143,8 +146,8 @@ FAULTS = {
                 "round_index * group.interleave_size + (position - turn * group.interleave_size)": "round_index",
             },
             "numba": {
-                "divide(position, interleave_size)": "position",
-                "round_index * interleave_size + (position - turn * interleave_size)": "round_index",
+                "divide(local, interleave_size)": "local",
+                "round_index * interleave_size + (local - turn * interleave_size)": "round_index",
             },
         },
     ),
@@ -199,7 +202,8 @@ FAULTS = {
         "fused and addresses_stay",
         {
             "triton": {
-                "\n        num_rows = tl.maximum(held_rows, num_reqs_padded)": "\n        num_rows = num_reqs_padded"
+                # The deeper one, of step_batch.
+                " " * 12 + "num_rows = tl.maximum(held_rows, num_reqs_padded)": " " * 12 + "num_rows = num_reqs_padded"
             },
             "cupy": {"pairs = held_rows > num_reqs_padded ?": "pairs = false ?"},
             "numba": {"max(held_rows, num_reqs_padded)": "num_reqs_padded"},

@@ -91,7 +91,8 @@ def test_a_launch_hands_over_the_exact_bytes_of_each_argument(monkeypatch: pytes
     stream = SimpleNamespace(handle=5)
     high = 2**46 + 8
     kernels.launch_map_slots(kernel, 256, None, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, stream)
-    assert seen == [(77, (3, 2, 1, 256, 1, 1, 0, 5), [0, 0, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600])]
+    # With the identity another array of as many entries stands for idx_mapping.
+    assert seen == [(77, (3, 2, 1, 256, 1, 1, 0, 5), [high, 0, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600])]
 
 
 # The fused step.

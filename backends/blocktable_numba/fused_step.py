@@ -118,7 +118,7 @@ class FusedStep:
         pairs = max(batch.num_reqs_padded, 1) * self._num_groups
         gather_blocks = min(pairs, MAX_GATHER_BLOCKS, self._max_blocks) if batch.wants_tables else 0
         arguments = (
-            idx_mapping,
+            query_start_loc if batch.idx_mapping is None else idx_mapping,
             int(batch.idx_mapping is not None),
             num_computed_tokens,
             int(batch.num_computed_tokens is not None),
@@ -134,7 +134,7 @@ class FusedStep:
             self._last_mark,
             self._shown_mark,
         )
-        self._step = gather_blocks + self._blocks_per_group * self._num_groups, arguments
+        self._step = gather_blocks + self._blocks_per_group * self._num_groups + 1, arguments
         self.batch = batch
 
     def _asker(self, array: Any) -> Callable[[], Any]:

@@ -361,58 +361,61 @@ def map_token(
     num_slots,
     token,
 ):
-    """The slot of one token. What can be loaded at once is: a small launch takes as long as its chain of loads."""
+    """The slot of one token.
+
+    What can be loaded at once is, before the first branch: a small launch takes as long as its chain of loads, and a
+    compiler moves no load across a branch.
+    """
     group = g * NUM_FIELDS
     table_start, width = groups[group + TABLE_START], groups[group + WIDTH]
-    tokens_per_column = groups[group + TOKENS_PER_COLUMN]
-    num_tokens = min(query_start_loc[num_reqs], num_positions, num_slots)
+    tokens_per_column, slot_mode = groups[group + TOKENS_PER_COLUMN], groups[group + SLOT_MODE]
+    if num_reqs <= 0 or num_positions <= 0:
+        return np.int64(PAD_SLOT_ID)
     # The request is the token's own index in decode, and the first one in a prefill of one request.
     request = token if token < num_reqs else 0
-    start, end, row = 0, 0, -1
-    if num_reqs > 0:
-        start, end = query_start_loc[request], query_start_loc[request + 1]
-        row = row_of(idx_mapping, has_idx_mapping, request, num_reqs, max_num_reqs)
-    position = positions[token] if token < num_positions else np.int64(-1)
-    slot = np.int64(PAD_SLOT_ID)
+    end_of_tokens = query_start_loc[num_reqs]
+    start, end = query_start_loc[request], query_start_loc[request + 1]
+    entry = idx_mapping[request]
+    position = positions[min(token, num_positions - 1)]
+    row = entry if has_idx_mapping else request
     # step 2: PAD behind the last real token
-    if token < num_tokens and not (HAS_MODES and groups[group + SLOT_MODE] == SLOT_MODE_NONE):
-        # step 3: which request and row
-        if start > token or end <= token:
-            request = request_of(query_start_loc, num_reqs, token)
-            row = -1
-            if request >= 0:
-                row = row_of(idx_mapping, has_idx_mapping, request, num_reqs, max_num_reqs)
-        if row >= 0 and position >= 0:
-            columns = arena[np.int64(g) * max_num_reqs + row]
-            # step 4: whose token it is, and its index among this rank's tokens
-            local = position
-            if HAS_SHARDS and groups[group + WORLD_SIZE] > 1:
-                world_size, interleave_size = groups[group + WORLD_SIZE], groups[group + INTERLEAVE_SIZE]
-                turn = divide(position, interleave_size)
-                round_index = divide(turn, world_size)
-                local = np.int64(-1)
-                if turn - round_index * world_size == groups[group + RANK]:
-                    local = round_index * interleave_size + (position - turn * interleave_size)
-            if HAS_MODES and groups[group + SLOT_MODE] == SLOT_MODE_RING:
-                ring = columns * tokens_per_column
-                local = position - divide(position, ring) * ring if ring else np.int64(-1)
-            if local >= 0:
-                # step 5: which column, and whether the row fills it
-                column = column_of(local, tokens_per_column)
-                # step 6: which kernel block
-                block_id = np.int64(arena[table_start + row * width + column] if column < width else 0)
-                is_filled = column < columns
-                if HAS_NULL_PADS and groups[group + NULL_IS_PAD]:
-                    is_filled = is_filled and block_id >= groups[group + BLOCKS_PER_KV_BLOCK]
-                if is_filled:
-                    slot = block_id * tokens_per_column + (local - column * tokens_per_column)
-    return slot
+    is_valid = token < min(end_of_tokens, num_positions, num_slots)
+    if HAS_MODES:
+        is_valid = is_valid & (slot_mode != SLOT_MODE_NONE)
+    # step 3: which request and row
+    if is_valid & ((start > token) | (end <= token)):
+        request = request_of(query_start_loc, num_reqs, token)
+        row = -1
+        if request >= 0:
+            row = idx_mapping[request] if has_idx_mapping else request
+    is_valid = is_valid & (row >= 0) & (row < max_num_reqs) & (position >= 0)
+    columns = arena[np.int64(g) * max_num_reqs + row] if is_valid else 0
+    local = position if is_valid else np.int64(0)
+    # step 4: whose token it is, and its index among this rank's tokens
+    if HAS_SHARDS and groups[group + WORLD_SIZE] > 1:
+        world_size, interleave_size = groups[group + WORLD_SIZE], groups[group + INTERLEAVE_SIZE]
+        turn = divide(local, interleave_size)
+        round_index = divide(turn, world_size)
+        is_valid = is_valid & (turn - round_index * world_size == groups[group + RANK])
+        local = round_index * interleave_size + (local - turn * interleave_size)
+    if HAS_MODES and slot_mode == SLOT_MODE_RING:
+        ring = max(columns * tokens_per_column, 1)
+        local = local - divide(local, ring) * ring
+    # step 5: which column, and whether the row fills it
+    column = column_of(local, tokens_per_column)
+    # step 6: which kernel block
+    is_entry = is_valid & (column < width)
+    block_id = np.int64(arena[table_start + row * width + column] if is_entry else 0)
+    is_valid = is_valid & (column < columns)
+    if HAS_NULL_PADS and groups[group + NULL_IS_PAD]:
+        is_valid = is_valid & (block_id >= groups[group + BLOCKS_PER_KV_BLOCK])
+    return block_id * tokens_per_column + (local - column * tokens_per_column) if is_valid else np.int64(PAD_SLOT_ID)
 
 
 @cuda.jit
 def map_slots(
     idx_mapping,  # [num_reqs] int32, batch index -> row
-    has_idx_mapping,  # 0: identity
+    has_idx_mapping,  # 0: identity, and idx_mapping is any array of as many entries
     query_start_loc,  # [num_reqs + 1] int32, first token of each request
     positions,  # [num_positions] int64, token -> its index in its request
     num_reqs,
@@ -474,7 +477,7 @@ def launch_map_slots(
     if num_slots == 0:
         return
     arguments = (
-        idx_mapping,
+        query_start_loc if idx_mapping is None else idx_mapping,
         int(idx_mapping is not None),
         query_start_loc,
         positions,
@@ -533,8 +536,11 @@ def apply_changes(
         counts = g * max_num_reqs
         copy = arena_size + 2 + counts
         i = (cuda.blockIdx.x - g * copy_parts) * cuda.blockDim.x + cuda.threadIdx.x
-        while i < held_rows:
-            batch[copy + i] = batch[counts + i]
+        while i < max_num_reqs:
+            held = batch[counts + i]  # at once with how many there are
+            if i >= held_rows:
+                break
+            batch[copy + i] = held
             i = advance(i, copy_parts * cuda.blockDim.x)
         if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
             batch[arena_size + 1] = held_rows
@@ -566,7 +572,7 @@ def apply_changes(
 @cuda.jit
 def step_batch(
     idx_mapping,  # [num_reqs] int32, batch index -> row
-    has_idx_mapping,  # 0: identity
+    has_idx_mapping,  # 0: identity, and idx_mapping is any array of as many entries
     num_computed_tokens,  # [num_reqs] int32, batch index -> tokens
     has_num_computed_tokens,  # 0: no window is cut
     query_start_loc,  # [num_reqs + 1] int32, first token of each request
@@ -587,21 +593,19 @@ def step_batch(
     last_mark,  # [1] int64, what apply_changes wrote
     shown_mark,  # [1] int64 in the host's memory, written
 ):
-    """The gather and the slots of a whole step: the first gather_blocks blocks gather, the others map."""
-    if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0 and last_mark[0] > 0:
-        shown_mark[0] = last_mark[0]  # apply_changes is done: the host may use the changes' memory again
+    """The gather and the slots of a whole step: the first gather_blocks blocks gather, the last shows, others map."""
     if cuda.blockIdx.x < gather_blocks:
         held = arena_size + 2
         held_rows = batch[held - 1]
-        num_rows = max(held_rows, num_reqs_padded)
         if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
             batch[arena_size] = num_reqs_padded
         pair = cuda.blockIdx.x
-        while pair < num_rows * num_groups:
+        is_pair = True  # the first turn waits for no load
+        while is_pair:
             i = divide_32(pair, num_groups)
             g = pair - i * num_groups
             cell = g * max_num_reqs + i
-            stale = batch[held + cell] if i < held_rows else 0
+            held_columns = batch[held + cell]
             columns = gather_row(
                 idx_mapping,
                 has_idx_mapping,
@@ -615,6 +619,7 @@ def step_batch(
                 batch,
                 i,
             )
+            stale = held_columns if i < held_rows else 0
             if stale > columns:
                 batch_row = groups[g * NUM_FIELDS + TABLE_START] + i * groups[g * NUM_FIELDS + WIDTH]
                 column = columns + cuda.threadIdx.x
@@ -624,10 +629,14 @@ def step_batch(
             if cuda.threadIdx.x == 0 and i < num_reqs_padded:
                 batch[cell] = columns
             pair = advance(pair, gather_blocks)
+            is_pair = pair < max(held_rows, num_reqs_padded) * num_groups
         return
     block = cuda.blockIdx.x - gather_blocks
     g = divide_32(block, blocks_per_group)
     if g >= num_groups:
+        # apply_changes is done: the host may use the changes' memory again
+        if cuda.threadIdx.x == 0 and last_mark[0] > 0:
+            shown_mark[0] = last_mark[0]
         return
     token = (block - g * blocks_per_group) * cuda.blockDim.x + cuda.threadIdx.x
     while token < num_slots:

@@ -134,7 +134,7 @@ class FusedStep:
             self._last_mark,
             self._shown_mark,
         )
-        self._step = (gather_parts + self._slot_parts) * self._num_groups, arguments
+        self._step = (gather_parts + self._slot_parts) * self._num_groups + 1, arguments
         self.batch = batch
 
     def _asker(self, array: Any) -> Callable[[], int]:

@@ -137,12 +137,12 @@ def _local_length(tokens, world_size, rank, interleave_size):
 
 @triton.jit
 def _row_of(idx_mapping, batch_index, num_reqs, max_num_reqs):
-    """Row of a batch index; -1 for a dummy, for padding and for a batch index of -1."""
-    is_request = (batch_index >= 0) & (batch_index < num_reqs)
-    row = batch_index
-    if idx_mapping != 0:
-        row = tl.load(_pointer(idx_mapping, tl.int32) + batch_index, mask=is_request, other=-1)
-    return tl.where(is_request & (row >= 0) & (row < max_num_reqs), row, -1)
+    """Row of a batch index; -1 for a dummy, for padding and for a batch index of -1. No branch: see _map_tile."""
+    num_entries = tl.where(idx_mapping != 0, num_reqs, 0)
+    is_entry = (batch_index >= 0) & (batch_index < num_entries)
+    row = tl.load(_pointer(idx_mapping, tl.int32) + batch_index, mask=is_entry, other=-1)
+    row = tl.where(idx_mapping != 0, row, batch_index)
+    return tl.where((batch_index < num_reqs) & (row >= 0) & (row < max_num_reqs), row, -1)
 
 
 @_jit
@@ -412,14 +412,23 @@ def _request_of(query_start_loc, low, size, token, is_wanted):
 
 
 @triton.jit
-def _slots_in(position, row, count_ptr, group_ptr, arena_ptr, FEATURES: tl.constexpr):
+def _slots_in(
+    position,
+    row,
+    count_ptr,
+    group_ptr,
+    arena_ptr,
+    table_start,
+    width,
+    tokens_per_column,
+    column_shift,
+    FEATURES: tl.constexpr,
+):
     """Slots of tokens at positions of rows: of one row, or of one each; a position of -1 and a row of -1 give PAD.
 
     The rows' counts and blocks are loaded at once: a small launch takes as long as its chain of loads.
     """
     columns = tl.load(count_ptr + row, mask=row >= 0, other=0)
-    table_start, width = tl.load(group_ptr + TABLE_START), tl.load(group_ptr + WIDTH)
-    tokens_per_column = tl.load(group_ptr + TOKENS_PER_COLUMN)
     is_valid = position >= 0
     local = position
     if not HAS_LARGE_POSITIONS & FEATURES:
@@ -445,7 +454,7 @@ def _slots_in(position, row, count_ptr, group_ptr, arena_ptr, FEATURES: tl.const
     if HAS_ODD_SIZES & FEATURES:
         column = _divide(local, tokens_per_column)
     else:
-        column = local >> tl.load(group_ptr + COLUMN_SHIFT).to(local.dtype)
+        column = local >> column_shift.to(local.dtype)
     # step 6: which kernel block
     table_row = arena_ptr + table_start + width * row
     num_entries = tl.where(row >= 0, width, 0)
@@ -476,59 +485,68 @@ def _map_tile(
     IS_LONG: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Slots of the TILE tokens from `first` on. What can be loaded at once is."""
+    """Slots of the TILE tokens from `first` on.
+
+    What can be loaded at once is, before the first branch: a compiler moves no load across one, and no wait behind it.
+    """
     start_ptr, position_ptr = _pointer(query_start_loc, tl.int32), _pointer(positions, tl.int64)
     count_ptr = arena_ptr + max_num_reqs.to(tl.int64) * g
+    table_start, width = tl.load(group_ptr + TABLE_START), tl.load(group_ptr + WIDTH)
+    tokens_per_column, column_shift = tl.load(group_ptr + TOKENS_PER_COLUMN), tl.load(group_ptr + COLUMN_SHIFT)
+    slot_mode = tl.load(group_ptr + SLOT_MODE)
     first = first.to(tl.int32)
     lane = tl.arange(0, TILE)
     token = first + lane  # beyond the slots it may overflow; nothing is asked of it there
-    position = tl.load(position_ptr + token, mask=lane < num_positions - first, other=-1)
-    num_tokens = tl.minimum(tl.load(start_ptr + num_reqs), tl.minimum(num_positions, num_slots))
-    slot = tl.full((TILE,), PAD_SLOT_ID, tl.int64)
     # Where requests are of one length, as in decode and in a prefill of one request, a division says the request. Of a
     # long launch's tile it is asked for the first token.
     if IS_LONG:
-        request = first
-    else:
-        request = token
-    if tokens_per_req > 1:
-        request = _divide(request, tokens_per_req)
-    if IS_LONG:
+        request = _divide(first, tokens_per_req)
         is_guess = request < num_reqs
     else:
+        request = _divide(token, tokens_per_req)
         is_guess = (request < num_reqs) & (lane < num_slots - first)
+    end_of_tokens = tl.load(start_ptr + num_reqs)
     start = tl.load(start_ptr + request, mask=is_guess, other=0)
     end = tl.load(start_ptr + request + 1, mask=is_guess, other=0)
     row = _row_of(idx_mapping, tl.where(is_guess, request, -1), num_reqs, max_num_reqs)
+    position = tl.load(position_ptr + token, mask=lane < num_positions - first, other=-1)
+    num_tokens = tl.maximum(tl.minimum(end_of_tokens, tl.minimum(num_positions, num_slots)), 0)
     # step 2: PAD behind the last real token
-    is_mapped = num_tokens > first
+    is_valid = lane < num_tokens - first
     if HAS_MODES & FEATURES:
-        is_mapped = is_mapped & (tl.load(group_ptr + SLOT_MODE) != SLOT_MODE_NONE)
-    if is_mapped:
-        is_valid = lane < num_tokens - first
-        position = tl.where(is_valid, position, -1)
-        # step 3: which request and row
-        if IS_LONG:
-            last = tl.minimum(num_tokens - first, TILE) - 1 + first
-            is_one = (start <= first) & (last < end)
-            last_request = request
-            if not is_one:
-                request = _request_of(query_start_loc, 0, num_reqs, first, first >= 0)
-                last_request = _request_of(query_start_loc, 0, num_reqs, last, last >= 0)
-                row = _row_of(idx_mapping, request, num_reqs, max_num_reqs)
-            if request == last_request:
-                slot = _slots_in(position, row, count_ptr, group_ptr, arena_ptr, FEATURES)
-            else:
-                low = tl.maximum(request, 0)
-                requests = _request_of(query_start_loc, low, last_request - low + 1, token, is_valid)
-                rows = _row_of(idx_mapping, requests, num_reqs, max_num_reqs)
-                slot = _slots_in(position, rows, count_ptr, group_ptr, arena_ptr, FEATURES)
+        is_valid = lane < tl.where(slot_mode == SLOT_MODE_NONE, 0, num_tokens - first)
+    position = tl.where(is_valid, position, -1)
+    # step 3: which request and row
+    if IS_LONG:
+        last = tl.minimum(num_tokens - first, TILE) - 1 + first
+        last_request = request
+        if (num_tokens > first) & ((start > first) | (end <= last)):
+            request = _request_of(query_start_loc, 0, num_reqs, first, first >= 0)
+            last_request = _request_of(query_start_loc, 0, num_reqs, last, last >= 0)
+            row = _row_of(idx_mapping, request, num_reqs, max_num_reqs)
+        slot = tl.full((TILE,), PAD_SLOT_ID, tl.int64)
+        if request == last_request:
+            slot = _slots_in(
+                *(position, row, count_ptr, group_ptr, arena_ptr),
+                *(table_start, width, tokens_per_column, column_shift, FEATURES),
+            )
         else:
-            is_searched = is_valid & ((start > token) | (end <= token))
-            if tl.max(is_searched.to(tl.int32), 0) > 0:
-                request = _request_of(query_start_loc, 0, num_reqs, token, is_searched)
-                row = tl.where(is_searched, _row_of(idx_mapping, request, num_reqs, max_num_reqs), row)
-            slot = _slots_in(position, row, count_ptr, group_ptr, arena_ptr, FEATURES)
+            low = tl.maximum(request, 0)
+            requests = _request_of(query_start_loc, low, last_request - low + 1, token, is_valid)
+            rows = _row_of(idx_mapping, requests, num_reqs, max_num_reqs)
+            slot = _slots_in(
+                *(position, rows, count_ptr, group_ptr, arena_ptr),
+                *(table_start, width, tokens_per_column, column_shift, FEATURES),
+            )
+    else:
+        is_searched = is_valid & ((start > token) | (end <= token))
+        if tl.max(is_searched.to(tl.int32), 0) > 0:
+            request = _request_of(query_start_loc, 0, num_reqs, token, is_searched)
+            row = tl.where(is_searched, _row_of(idx_mapping, request, num_reqs, max_num_reqs), row)
+        slot = _slots_in(
+            *(position, row, count_ptr, group_ptr, arena_ptr),
+            *(table_start, width, tokens_per_column, column_shift, FEATURES),
+        )
     return slot
 
 
@@ -704,11 +722,13 @@ def apply_changes(
         g = _divide(program, copy_parts)
         count_ptr = batch_ptr + max_num_reqs.to(tl.int64) * g
         first = (program - g * copy_parts) * TILE
-        while first < held_rows:
+        num_rows = first + 1  # the first turn waits for no load
+        while first < num_rows:
             i = first + tl.arange(0, TILE)
-            held = tl.load(count_ptr + i, mask=i < held_rows, other=0)
+            held = tl.load(count_ptr + i, mask=i < max_num_reqs, other=0)
             tl.store(count_ptr + arena_size + 2 + i, held, mask=i < held_rows)
             first += copy_parts * TILE
+            num_rows = held_rows
         tl.store(batch_ptr + arena_size + 1, held_rows, mask=program == 0)
         tl.store(_pointer(last_mark, tl.int64), mark.to(tl.int64), mask=program == 0)
     else:
@@ -760,24 +780,20 @@ def step_batch(
     ROWS: tl.constexpr,  # that a program gathers at once, ROW_TILE columns of each
     ROW_TILE: tl.constexpr,
 ):
-    """The gather and the slots of a whole step: the first programs gather, the others map."""
+    """The gather and the slots of a whole step: the first programs gather, the last one shows the mark, others map."""
     arena_ptr, batch_ptr = _pointer(arena, tl.int32), _pointer(batch, tl.int32)
     program, gather_programs = tl.program_id(0), gather_parts * num_groups
-    if program == 0:
-        mark = tl.load(_pointer(last_mark, tl.int64))
-        # apply_changes is done: the host may use the changes' memory again
-        tl.store(_pointer(shown_mark, tl.int64), mark, mask=mark > 0)
     if program < gather_programs:
         held_rows = tl.load(batch_ptr + arena_size + 1)
-        num_rows = tl.maximum(held_rows, num_reqs_padded)
         tl.store(batch_ptr + arena_size, num_reqs_padded, mask=program == 0)
         g = _divide(program, gather_parts)
         group_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS
         count_ptr = batch_ptr + max_num_reqs.to(tl.int64) * g
         first_row = (program - g * (gather_parts)) * ROWS
+        num_rows = first_row + 1  # the first turn waits for no load
         while first_row < num_rows:
             i = first_row + tl.arange(0, ROWS)
-            stale = tl.load(count_ptr + arena_size + 2 + i, mask=i < held_rows, other=0)
+            held = tl.load(count_ptr + arena_size + 2 + i, mask=i < max_num_reqs, other=0)
             columns = _gather_rows(
                 idx_mapping,
                 num_computed_tokens,
@@ -792,7 +808,8 @@ def step_batch(
                 ROW_TILE,
             )
             batch_row = batch_ptr + tl.load(group_ptr + TABLE_START) + tl.load(group_ptr + WIDTH) * i
-            end = tl.max(tl.where(stale > columns, stale, 0), 0)
+            stale = tl.where((i < held_rows) & (held > columns), held, 0)
+            end = tl.max(stale, 0)
             first = end * 0
             while first < end:
                 column = first + tl.arange(0, ROW_TILE)[None, :]
@@ -801,6 +818,11 @@ def step_batch(
                 first += ROW_TILE
             tl.store(count_ptr + i, columns, mask=i < num_reqs_padded)
             first_row += gather_parts * ROWS
+            num_rows = tl.maximum(held_rows, num_reqs_padded)
+    elif program == tl.num_programs(0) - 1:
+        mark = tl.load(_pointer(last_mark, tl.int64))
+        # apply_changes is done: the host may use the changes' memory again
+        tl.store(_pointer(shown_mark, tl.int64), mark, mask=mark > 0)
     else:
         program -= gather_programs
         g = _divide(program, slot_parts)
