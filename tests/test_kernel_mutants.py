@@ -174,7 +174,7 @@ FAULTS = {
         "separate and token_in_the_next_block",
         {
             "triton": {"while first < num_values:": "while first + TILE <= num_values:"},
-            "cupy": {"value < num_values; value +=": "value + 1 < num_values; value +="},
+            "cupy": {"entry < num_values;": "entry + 1 < num_values;"},
             "numba": {"while value < num_values:": "while value + 1 < num_values:"},
         },
     ),
