@@ -141,8 +141,8 @@ def random_batch(torch: Any, rng: np.random.Generator) -> Batch:
     )
 
 
-def count_mismatches(torch: Any, config: BlockTableConfig, model: Model, batch: Batch, table: BlockTable) -> Any:
-    """Return how many entries of the table's own buffers are not what R10-R15 say, on the device."""
+def expectation(torch: Any, config: BlockTableConfig, model: Model, batch: Batch) -> list[tuple[Any, Any]]:
+    """Return what R10-R15 say each group's batch table and slots are, whole buffers, on the device."""
     tables = torch.from_numpy(model.tables).cuda(non_blocking=True)
     filled = torch.from_numpy(model.filled).cuda(non_blocking=True)
     idx = torch.full((MAX_ROWS + 1,), -1, dtype=torch.int64, device="cuda")
@@ -154,19 +154,18 @@ def count_mismatches(torch: Any, config: BlockTableConfig, model: Model, batch: 
     first[: batch.num_reqs] = batch.computed
     column = torch.arange(model.width, device="cuda")
     share = config.context_parallel
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    found = []
     for g, group in enumerate(config.groups):
         size = group.kernel_block_size or group.block_size
         sharded = group.is_sharded and share.world_size > 1
         held = torch.where(idx >= 0, filled[g][idx], 0)
         # R10, R11: the batch table
-        passed = torch.zeros_like(first)
+        shown = column < held[:MAX_ROWS, None]
         if group.sliding_window is not None:
             low = (first - group.sliding_window + 1).clamp(min=0)
             passed = (share.local_lengths(low) if sharded else low) // size
-        shown = (column < held[:MAX_ROWS, None]) & (column >= passed[:, None])
-        expected = torch.where(shown, tables[g][idx[:MAX_ROWS]], 0)[:, : config.width(g)]
-        wrong += (as_tensor(torch, table.buffers.block_tables[g]) != expected).sum()
+            shown &= column >= passed[:, None]
+        table = torch.where(shown, tables[g][idx[:MAX_ROWS]], 0)[:, : config.width(g)]
         # R12-R15: the slots
         p = batch.positions
         valid = (row_of_token >= 0) & (p >= 0)
@@ -175,17 +174,36 @@ def count_mismatches(torch: Any, config: BlockTableConfig, model: Model, batch: 
             turn = local // share.interleave_size
             valid &= turn % share.world_size == share.rank
             local = turn // share.world_size * share.interleave_size + local % share.interleave_size
+        held_by_token = held[request]
         if group.slot_mode == "ring":
-            local = local % (held[request] * size).clamp(min=1)
+            local = local % (held_by_token * size).clamp(min=1)
         place = local // size
-        valid &= place < held[request]
-        block = tables[g][row_of_token.clamp(min=0), place.clamp(max=model.width - 1)]
+        valid &= place < held_by_token
+        block = tables[g][row_of_token, place.clamp(max=model.width - 1)]
         if group.null_is_pad:
             valid &= block >= group.block_size // size
         slots = torch.full((MAX_TOKENS,), -1, dtype=torch.int64, device="cuda")
         slots[: token.numel()] = torch.where(valid, block * size + local % size, -1)
-        wrong += (as_tensor(torch, table.buffers.slot_mappings[g]) != slots).sum()
-    return wrong
+        found.append((table, slots))
+    return found
+
+
+def outputs_of(torch: Any, table: BlockTable) -> list[tuple[Any, Any]]:
+    """Return the table's own buffers as tensors, made once: their addresses never change."""
+    buffers = table.buffers
+    return [
+        (as_tensor(torch, rows), as_tensor(torch, slots))
+        for rows, slots in zip(buffers.block_tables, buffers.slot_mappings, strict=True)
+    ]
+
+
+def count_mismatches(expected: list[tuple[Any, Any]], outputs: list[tuple[Any, Any]]) -> Any:
+    """Return how many entries differ, on the device."""
+    return sum(
+        (got != wanted).sum()
+        for pairs in zip(outputs, expected, strict=True)
+        for got, wanted in zip(*pairs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("index", range(len(CONFIGS)))
@@ -196,6 +214,7 @@ def test_random_steps(subject: Subject, index: int, request: pytest.FixtureReque
     table, model = BlockTable(config, subject.backend, step_path=subject.step_path), Model(config)  # type: ignore[arg-type]
     driver = Driver(table, model, index)
     mismatches = torch.zeros((), dtype=torch.int64, device="cuda")
+    outputs = outputs_of(torch, table)
     deadline = time.monotonic() + request.config.getoption("--soak") / len(CONFIGS)
     steps = 0
     while steps < 10 or time.monotonic() < deadline:
@@ -209,7 +228,7 @@ def test_random_steps(subject: Subject, index: int, request: pytest.FixtureReque
             num_reqs_padded=batch.num_reqs_padded,
             num_computed_tokens=batch.computed,
         )
-        mismatches += count_mismatches(torch, config, model, batch, table)
+        mismatches += count_mismatches(expectation(torch, config, model, batch), outputs)
         steps += 1
     found = int(mismatches)
     record_property("steps", steps)
