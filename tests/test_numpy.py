@@ -74,25 +74,6 @@ def test_a_steady_gather_writes_only_what_changed() -> None:
     check_gather(table, EVERY_ROW[::-1].copy())
 
 
-def test_changes_of_two_commits_are_all_shown() -> None:
-    """Rules: R10."""
-    table = make_table()
-    table.null_range(1, 0, 0, 1)
-    table.commit()
-    table.append_row(1, [[90], [91], [92]])
-    table.commit()
-    check_gather(table, EVERY_ROW)
-
-
-def test_changes_of_one_commit_are_shown_from_the_first_one_on() -> None:
-    """Rules: R10."""
-    table = make_table()
-    table.append_row(1, [[90], [91], [92]])
-    table.null_range(1, 0, 0, 1)
-    table.commit()
-    check_gather(table, EVERY_ROW)
-
-
 def test_columns_that_a_count_uncovers_are_shown() -> None:
     """A write of counts alone changes what the rows fill. Rules: R10."""
     table = make_table()

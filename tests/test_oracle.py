@@ -13,7 +13,8 @@ from blocktable.replay.checker import expected_block_table, expected_slots
 from blocktable.replay.record import NULLED
 from blocktable_conformance import golden, make_vectors
 from blocktable_conformance.oracle import OracleTable, Share
-from blocktable_conformance.strategies import batches, bulk_ids, configs
+from blocktable_conformance.pair import plain
+from blocktable_conformance.strategies import batches, bulk_calls, configs
 
 VECTORS = list(golden.load())
 
@@ -81,9 +82,7 @@ def filled_oracle(data: st.DataObject, config: BlockTableConfig) -> OracleTable:
     """Return an oracle whose rows hold drawn blocks, some of them nulled."""
     oracle = OracleTable(config)
     rows = list(range(config.max_num_reqs))
-    ids, counts = data.draw(bulk_ids(oracle, rows, replace=True, fit=True))
-    arrays = ids if isinstance(ids, list) else [ids]
-    oracle.set_rows(rows, [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in arrays], counts)
+    oracle.set_rows(*(plain(arg) for arg in data.draw(bulk_calls(oracle, rows, replace=True, fit=True))))
     for group, held in enumerate(oracle.rows):
         for row, blocks in enumerate(held):
             if blocks and data.draw(st.integers(0, 3)) == 0:

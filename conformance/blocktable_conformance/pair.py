@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import BlockTableConfig, BlockTableError, StepBuffers
+from blocktable import ArgumentError, BlockTableConfig, BlockTableError, StepBuffers
 from blocktable_conformance.asserts import check, check_array, check_slots, check_table, fail
 from blocktable_conformance.oracle import PAD, OracleTable, Refused, Slot, Table
 from blocktable_conformance.subject import HostArray, Subject, address
@@ -74,7 +74,7 @@ def has_nothing(value: Any) -> bool:
     """Say whether a call's arguments hold a nothing: None or an empty sequence, in any place (R8)."""
     if isinstance(value, list | tuple):
         return len(value) == 0 or any(has_nothing(item) for item in value)
-    return value is None
+    return value is None or (isinstance(value, np.ndarray) and value.size == 0)
 
 
 class Pair:
@@ -221,6 +221,22 @@ class Pair:
         views = self._check_table_views(returned, idx_mapping, padded, num_computed_tokens, outputs)
         self.check_outputs(outputs)
         return views
+
+    def gather_in_place(self, num_reqs: int, num_reqs_padded: int) -> bool:
+        """Gather the identity, padded, without a commit; say whether that was taken.
+
+        It must be refused where a padding row holds blocks, on the host or still on the device (R10).
+        """
+        counts = [self.oracle.num_blocks_per_row(), self.oracle.device_filled()]
+        occupied = [
+            count for groups in counts for group in groups for count in group[num_reqs:num_reqs_padded] if count
+        ]
+        try:
+            self.gather(None, num_reqs_padded, num_reqs=num_reqs)
+        except ArgumentError:
+            return False
+        check(not occupied, "R10", f"rows {num_reqs} to {num_reqs_padded} hold blocks, and were taken as padding.")
+        return True
 
     def compute(
         self,

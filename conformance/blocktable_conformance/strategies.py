@@ -27,6 +27,9 @@ ODD_ROWS = [-1, -7, INT32_MIN, INT32_MAX]
 ODD_POSITIONS = [-1, -2, -(2**40), INT64_MIN, 2**31, 2**32 + 1, 2**40, INT64_MAX]
 """Positions that have no slot in a linear group."""
 
+ARRAYS = [(None, None, None), (np.int64, np.int32, np.int64), (np.int32, np.int64, np.int32), (None, np.int32, None)]
+"""Dtypes of (rows, block ids, counts) of a bulk call; None: lists. The compiled host path takes the second one."""
+
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
@@ -126,11 +129,22 @@ def row_ids(draw: Draw, oracle: OracleTable, row: int, *, replace: bool, fit: bo
     return per_group[0] if len(per_group) == 1 and draw(st.booleans()) else per_group
 
 
+def as_given(values: Any, dtype: Any) -> Any:
+    """Return a call's integers as an array of `dtype`, or as they are for None."""
+    return values if dtype is None or values is None else np.array(values, dtype)
+
+
 @st.composite
-def bulk_ids(
+def integers_as_given(draw: Draw, values: Any) -> Any:
+    """Draw how a call gets its integers: as a list, or as an array of int64 or int32."""
+    return as_given(values, draw(st.sampled_from([None, np.int64, np.int32])))
+
+
+@st.composite
+def bulk_calls(
     draw: Draw, oracle: OracleTable, rows: Sequence[int], *, replace: bool, fit: bool = False
-) -> tuple[Any, Any]:
-    """Draw (block_ids, counts) of a bulk call: counts shared or per group, lists or arrays, sometimes nothing.
+) -> tuple[Any, Any, Any]:
+    """Draw (rows, block_ids, counts) of a bulk call: counts shared or per group, lists or arrays, sometimes nothing.
 
     Args:
         oracle: the table.
@@ -148,10 +162,10 @@ def bulk_ids(
     flat: list[Any] = [_stretched(draw, shape, sum(numbers)) for shape, numbers in zip(shapes, counts, strict=True)]
     if not fit and _rarely(draw, 8):
         flat[draw(st.integers(0, len(shapes) - 1))] = None
-    if draw(st.booleans()):
-        flat = [ids if ids is None else np.array(ids, np.int32) for ids in flat]
+    rows_dtype, ids_dtype, counts_dtype = draw(st.sampled_from(ARRAYS))
+    flat = [as_given(ids, ids_dtype) for ids in flat]
     ids: Any = flat[0] if len(shapes) == 1 and draw(st.booleans()) else flat
-    return ids, counts[0] if shared else counts
+    return as_given(rows, rows_dtype), ids, as_given(counts[0] if shared else counts, counts_dtype)
 
 
 def _fitting(draw: Draw, room: list[int], fit: bool) -> list[int]:

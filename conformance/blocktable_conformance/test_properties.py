@@ -15,11 +15,14 @@ from blocktable_conformance.cases import shard
 from blocktable_conformance.oracle import PAD
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.strategies import (
+    ARRAYS,
     BatchDraw,
+    as_given,
     batches,
-    bulk_ids,
+    bulk_calls,
     configs,
     distinct_rows,
+    integers_as_given,
     row_counts,
     row_ids,
 )
@@ -38,7 +41,7 @@ def filled_pair(subject: Subject, data: st.DataObject, config: BlockTableConfig)
 def _fill(pair: Pair, data: st.DataObject) -> None:
     """Give each row up to its capacity, in one bulk call."""
     rows = list(range(pair.config.max_num_reqs))
-    pair.do("set_rows", rows, *data.draw(bulk_ids(pair.oracle, rows, replace=True, fit=True)))
+    pair.do("set_rows", *data.draw(bulk_calls(pair.oracle, rows, replace=True, fit=True)))
 
 
 def draw_batch(data: st.DataObject, pair: Pair) -> BatchDraw:
@@ -199,9 +202,9 @@ def _twins(subject: Subject, data: st.DataObject, config: BlockTableConfig) -> t
     """Return two tables with the same drawn rows."""
     one, other = Pair(subject, config), Pair(subject, config)
     rows = list(range(config.max_num_reqs))
-    block_ids_and_counts = data.draw(bulk_ids(one.oracle, rows, replace=True, fit=True))
+    call = data.draw(bulk_calls(one.oracle, rows, replace=True, fit=True))
     for pair in (one, other):
-        pair.do("set_rows", rows, *block_ids_and_counts)
+        pair.do("set_rows", *call)
     return one, other
 
 
@@ -220,20 +223,23 @@ def test_a_bulk_call_equals_single_calls(subject_once: Subject, data: st.DataObj
         for _ in shapes
     ]
     flat = [[block_id for cell in group for block_id in cell] for group in cells]
+    dtypes = data.draw(st.sampled_from(ARRAYS))
+    given_ids = [as_given(ids, dtypes[1]) for ids in flat]
+    given_rows, given_counts = as_given(rows, dtypes[0]), as_given(counts, dtypes[2])
     for bulk, single in (("append_rows", "append_row"), ("set_rows", "set_row")):
         try:
-            getattr(one.table, bulk)(rows, flat, counts)
+            getattr(one.table, bulk)(given_rows, given_ids, given_counts)
         except BlockTableError:
             assume(False)  # over capacity: refused whole, while the single calls would stop half-way
         for index, row in enumerate(rows):
             getattr(other.table, single)(row, [group[index] for group in cells])
         _same_rows(one.table, other.table, f"{bulk} and {single}")
     kept = [row % 3 for row in rows]
-    one.table.truncate_rows(rows, kept)
+    one.table.truncate_rows(given_rows, as_given(kept, dtypes[2]))
     for row, number in zip(rows, kept, strict=True):
         other.table.truncate_row(row, number)
     _same_rows(one.table, other.table, "truncate_rows and truncate_row")
-    one.table.clear_rows(rows[:2])
+    one.table.clear_rows(given_rows[:2])
     for row in rows[:2]:
         other.table.clear_row(row)
     _same_rows(one.table, other.table, "clear_rows and clear_row")
@@ -280,8 +286,9 @@ def test_a_permutation_and_its_inverse_change_nothing(
     one, other = _twins(subject_once, data, config)
     src = list(range(config.max_num_reqs))
     dst = list(data.draw(st.permutations(src)))
-    one.do("permute_rows", src, dst)
-    one.do("permute_rows", dst, src)
+    given_src, given_dst = (data.draw(integers_as_given(rows)) for rows in (src, dst))
+    one.do("permute_rows", given_src, given_dst)
+    one.do("permute_rows", given_dst, given_src)
     _same_rows(one.table, other.table, "a permutation and its inverse, and nothing")
     one.commit()
 

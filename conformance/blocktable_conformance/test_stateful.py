@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -12,11 +13,13 @@ from blocktable import BlockTableConfig
 from blocktable_conformance import profiles
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.strategies import (
+    INT32_MAX,
     BatchDraw,
     batches,
-    bulk_ids,
+    bulk_calls,
     configs,
     distinct_rows,
+    integers_as_given,
     row_ids,
 )
 from blocktable_conformance.subject import Subject
@@ -41,9 +44,10 @@ class TableHistory(RuleBasedStateMachine):
         self.config = config
         self.shapes = self.pair.oracle.shapes
         self.num_rows = config.max_num_reqs
+        self.batch: BatchDraw | None = None
         if not is_empty:
             rows = list(range(self.num_rows))
-            self.pair.do("set_rows", rows, *data.draw(bulk_ids(self.pair.oracle, rows, replace=True, fit=True)))
+            self.pair.do("set_rows", *data.draw(bulk_calls(self.pair.oracle, rows, replace=True, fit=True)))
             self.pair.commit()
 
     # What the rules draw.
@@ -60,6 +64,9 @@ class TableHistory(RuleBasedStateMachine):
     def _set(self, data: st.DataObject) -> int:
         return int(data.draw(st.integers(0, len(self.pair.outputs) - 1)))
 
+    def _do_in_bulk(self, data: st.DataObject, operation: str, *args: list[int]) -> None:
+        self.pair.do(operation, *(data.draw(integers_as_given(arg)) for arg in args))
+
     # Rows.
 
     @rule(data=st.data(), operation=st.sampled_from(["append_row", "append_rows", "set_row", "set_rows"]))
@@ -70,8 +77,7 @@ class TableHistory(RuleBasedStateMachine):
             row = self._row(data)
             self.pair.do(operation, row, data.draw(row_ids(oracle, row, replace=replace)))
         else:
-            rows = self._rows(data)
-            self.pair.do(operation, rows, *data.draw(bulk_ids(oracle, rows, replace=replace)))
+            self.pair.do(operation, *data.draw(bulk_calls(oracle, self._rows(data), replace=replace)))
 
     @rule(data=st.data(), operation=st.sampled_from(["append_row", "append_rows"]))
     def fill_more(self, data: st.DataObject, operation: str) -> None:
@@ -83,7 +89,8 @@ class TableHistory(RuleBasedStateMachine):
         """Move, swap or fork, also onto itself; or many moves and swaps at once."""
         if operation == "permute_rows":
             src = self._rows(data)
-            self.pair.do(operation, src, data.draw(st.permutations(range(self.num_rows)))[: len(src)])
+            dst = data.draw(st.permutations(range(self.num_rows)))[: len(src)]
+            self._do_in_bulk(data, operation, src, dst)
         else:
             self.pair.do(operation, self._row(data), self._row(data))
 
@@ -97,11 +104,11 @@ class TableHistory(RuleBasedStateMachine):
             self.pair.do(operation, self._row(data), [kept] * len(self.shapes) if data.draw(st.booleans()) else kept)
         elif operation == "truncate_rows":
             rows, shift = self._rows(data), data.draw(st.integers(0, 3))
-            self.pair.do(operation, rows, [(row + shift) % 4 for row in rows])
+            self._do_in_bulk(data, operation, rows, [(row + shift) % 4 for row in rows])
         elif operation == "clear_row":
             self.pair.do(operation, self._row(data))
         elif operation == "clear_rows":
-            self.pair.do(operation, self._rows(data))
+            self._do_in_bulk(data, operation, self._rows(data))
         else:
             self.pair.do(operation)
 
@@ -113,7 +120,10 @@ class TableHistory(RuleBasedStateMachine):
             held = self.pair.oracle.rows[group]
             rows = [row for row in self._rows(data) if len(held[row]) >= start]
             stops = [min(len(held[row]), start + length) for row in rows]
-            self.pair.do("null_ranges", rows, group, [start] * len(rows), stops)
+            rows, starts, stops = (
+                data.draw(integers_as_given(values)) for values in (rows, [start] * len(rows), stops)
+            )
+            self.pair.do("null_ranges", rows, group, starts, stops)
         else:
             self.pair.do("null_range", self._row(data), group, start, start + length)
 
@@ -144,7 +154,20 @@ class TableHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         """Do a whole step."""
-        batch = self._batch(data)
+        self._step(data, self._batch(data))
+
+    @rule(data=st.data(), moved=st.integers(0, 5))
+    def step_again(self, data: st.DataObject, moved: int) -> None:
+        """Do the last step once more, perhaps into another set, with windows that have moved on."""
+        batch, computed = self.batch or self._batch(data), None
+        if batch.idx_mapping is None:  # its padding rows may hold blocks by now
+            batch = self._batch(data)
+        if batch.num_computed_tokens is not None:
+            computed = [min(tokens + moved, INT32_MAX) for tokens in batch.num_computed_tokens]
+        self._step(data, dataclasses.replace(batch, num_computed_tokens=computed))
+
+    def _step(self, data: st.DataObject, batch: BatchDraw) -> None:
+        self.batch = batch
         self.pair.step(
             batch.idx_mapping,
             batch.query_start_loc,
@@ -156,16 +179,16 @@ class TableHistory(RuleBasedStateMachine):
         )
 
     @rule(data=st.data())
-    def step_again(self, data: st.DataObject) -> None:
-        """Do one more step, perhaps into another set."""
-        self.step(data)
-
-    @rule(data=st.data())
     def look_without_commit(self, data: st.DataObject) -> None:
         """Gather and compute slots without a commit: both see the last committed rows."""
         batch, outputs = self._batch(data), self._set(data)
-        if batch.idx_mapping is None and (batch.num_reqs_padded or 0) > batch.num_reqs:
-            self.pair.commit()  # padding rows in place must be empty on the device too
+        padded = batch.num_reqs_padded or 0
+        if (
+            batch.idx_mapping is None
+            and padded > batch.num_reqs
+            and not self.pair.gather_in_place(batch.num_reqs, padded)
+        ):
+            return
         self.pair.gather(
             batch.idx_mapping,
             batch.num_reqs_padded,
