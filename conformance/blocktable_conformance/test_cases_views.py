@@ -160,11 +160,13 @@ def test_a_batch_shown_again_after_a_reset(subject: Subject) -> None:
     Rules: R10, R24.
     """
     pair = shown_once(subject)
-    pair.invalidate()
-    expect_table(show(pair)[0], [[1, 2, 3], [11, 12, 13], [21, 22, 23], [31, 32, 33]], "R10, R24")
     pair.do("append_row", 1, both([91]))
+    show(pair)
     pair.invalidate()
     expect_table(show(pair)[0], [[1, 2, 3], [11, 12, 13, 91], [21, 22, 23], [31, 32, 33]], "R10, R24")
+    pair.do("append_row", 2, both([92]))
+    pair.invalidate()
+    expect_table(show(pair)[0], [[1, 2, 3], [11, 12, 13, 91], [21, 22, 23, 92], [31, 32, 33]], "R10, R24")
 
 
 @pytest.mark.parametrize("padding", ["empty", "occupied", "cleared"])
