@@ -144,7 +144,7 @@ class NumbaBlockStore:
             num_ranges, num_values = writes.num_ranges, writes.values.size
             if num_values == 0 and self._is_loaded:
                 return
-            if num_values > self._steady_entries:  # most of a table, at start-up or wake-up: long ranges need no scatter
+            if num_values > self._steady_entries:  # most of a table: long ranges need no scatter
                 long_ranges, writes = writes.split_long()
                 for start, values in long_ranges:
                     self.device.copy_in(values, self.arena[start : start + values.size], native)
