@@ -70,10 +70,6 @@ class KernelNode:
         """Run on that many blocks."""
         self.params.gridDimX = blocks
 
-    def set_argument(self, index: int, address: int) -> None:
-        """Take an argument from another place."""
-        self._addresses[index] = address
-
 
 class StepGraph:
     """An executable graph that runs its nodes one after another.

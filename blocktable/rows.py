@@ -28,7 +28,10 @@ MAX_RANGE = 1 << 30
 
 
 class Journal:
-    """Dirty ranges of the arena. It keeps no values: they are taken from the mirror at commit, so the last one wins."""
+    """Dirty ranges of the arena. Values are taken from the mirror at commit, so the last one wins.
+
+    Those of a lone compiled append are noted besides, which spares the commit a look at far apart rows.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.size: int = 0

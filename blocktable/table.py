@@ -604,7 +604,10 @@ class BlockTable:
         if idx_mapping is not None:
             found["idx_mapping"] = vector_length("idx_mapping", idx_mapping, "int32")
         if query_start_loc is not None:
-            found["query_start_loc"] = vector_length("query_start_loc", query_start_loc, "int32") - 1
+            entries = vector_length("query_start_loc", query_start_loc, "int32")
+            if entries == 0:
+                raise ArgumentError("query_start_loc must hold num_reqs + 1 entries, got none; no requests is [0].")
+            found["query_start_loc"] = entries - 1
         if num_reqs is not None:
             found["num_reqs"] = non_negative("num_reqs", num_reqs)
         if not found:
@@ -614,8 +617,6 @@ class BlockTable:
             raise ArgumentError(
                 "The numbers of requests disagree: " + ", ".join(f"{name} says {n}" for name, n in found.items()) + "."
             )
-        if requests < 0:
-            raise ArgumentError("query_start_loc must hold num_reqs + 1 entries, got none; no requests is [0].")
         if requests > self.config.max_num_reqs:
             raise ArgumentError(f"A batch of {requests} requests is above max_num_reqs {self.config.max_num_reqs}.")
         return requests

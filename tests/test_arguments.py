@@ -94,6 +94,14 @@ def test_arrays_that_no_kernel_can_read_are_refused() -> None:
         table.compute_slot_mappings(idx, starts, positions, out=[twice, twice])
 
 
+def test_an_empty_query_start_loc_is_refused_as_such() -> None:
+    """Rules: R15."""
+    table, none = make(), np.empty(0, np.int32)
+    for idx in (np.array([0], np.int32), None):
+        with pytest.raises(bt.ArgumentError, match=r"no requests is \[0\]"):
+            table.step(idx, none, np.empty(0, np.int64))
+
+
 def test_verify_sees_a_committed_entry_beside_many_pending_ones() -> None:
     """Rules: R9."""
     table = make(max_num_reqs=64, max_model_len=16 * 2048)

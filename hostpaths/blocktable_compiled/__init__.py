@@ -10,9 +10,6 @@ from typing import Any
 
 __all__ = ["load"]
 
-REFUSED = -1
-"""What a function returns that has changed nothing."""
-
 
 def load() -> Any:
     """Import Numba and return the module of compiled functions."""
