@@ -106,7 +106,7 @@ class Driver:
 
 
 class Batch(NamedTuple):
-    """The inputs of one step as tensors, and its sizes on the host."""
+    """The inputs of one step on the device, and its sizes on the host."""
 
     idx: Any
     starts: Any
@@ -116,58 +116,86 @@ class Batch(NamedTuple):
     num_reqs_padded: int
 
 
-def random_batch(torch: Any, rng: np.random.Generator) -> Batch:
-    """Draw a batch with dummies, empty requests and wild positions."""
-    num_reqs = int(rng.integers(0, MAX_ROWS + 1))
-    idx = rng.integers(-1, MAX_ROWS, num_reqs)
-    lengths = rng.integers(0, 2 * MAX_TOKENS // max(num_reqs, 1) // 2 + 1, num_reqs)
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    tokens = int(starts[-1])
-    positions = rng.integers(-3, MAX_LEN + 40, tokens)
-    if rng.integers(0, 20) == 0:
-        positions = positions * 2**33
-    computed = rng.integers(0, MAX_LEN, num_reqs)
+class Inputs:
+    """What a step and its expectation read, at fixed places on the device, so that the expectation can be a graph.
 
-    def put(array: Any, dtype: Any) -> Any:
-        return torch.from_numpy(array.astype(dtype)).cuda(non_blocking=True)
+    One copy brings a step's random numbers and the whole model. It is from pageable memory: the host may go on at once.
 
-    return Batch(
-        put(idx, np.int32),
-        put(starts, np.int32),
-        put(positions, np.int64),
-        put(computed, np.int32),
-        num_reqs,
-        int(rng.integers(num_reqs, MAX_ROWS + 1)),
-    )
+    Attributes:
+        tables, filled: the model, as in `Model`.
+        idx: [MAX_ROWS] int32. -1 behind the batch.
+        starts: [MAX_ROWS + 1] int32. The number of tokens behind the batch.
+        positions: [MAX_TOKENS] int64.
+        computed: [MAX_ROWS] int32.
+    """
+
+    def __init__(self, torch: Any, model: Model) -> None:
+        parts = (model.tables, model.filled, np.empty(MAX_TOKENS), np.empty(3 * MAX_ROWS + 1))
+        ends = np.cumsum([part.size for part in parts])
+        self._host = np.zeros(ends[-1], np.int64)
+        self._device = torch.zeros(self._host.shape, dtype=torch.int64, device="cuda")
+        self._small = torch.zeros(3 * MAX_ROWS + 1, dtype=torch.int32, device="cuda")
+        self._source = torch.from_numpy(self._host)
+        host = np.split(self._host, ends[:-1])
+        tables, filled, self.positions, self._wide = torch.split(self._device, [part.size for part in parts])
+        self.tables, self.filled = tables.view(model.tables.shape), filled.view(model.filled.shape)
+        self.idx, self.starts, self.computed = torch.split(self._small, [MAX_ROWS, MAX_ROWS + 1, MAX_ROWS])
+        # The model lives here from now on.
+        for part, name in zip(host, ("tables", "filled"), strict=False):
+            view = part.reshape(getattr(model, name).shape)
+            view[:] = getattr(model, name)
+            setattr(model, name, view)
+        self._positions = host[2]
+        self._idx, self._starts, self._computed = np.split(host[3], [MAX_ROWS, 2 * MAX_ROWS + 1])
+
+    def draw(self, rng: np.random.Generator) -> Batch:
+        """Draw a batch with dummies, empty requests and wild positions, and send it with the model."""
+        num_reqs = int(rng.integers(0, MAX_ROWS + 1))
+        lengths = rng.integers(0, MAX_TOKENS // max(num_reqs, 1) + 1, num_reqs)
+        tokens = int(lengths.sum())
+        self._idx[:num_reqs] = rng.integers(-1, MAX_ROWS, num_reqs)
+        self._idx[num_reqs:] = -1
+        self._starts[1 : num_reqs + 1] = np.cumsum(lengths)
+        self._starts[num_reqs + 1 :] = tokens
+        self._positions[:tokens] = rng.integers(-3, MAX_LEN + 40, tokens)
+        if rng.integers(0, 20) == 0:
+            self._positions[:tokens] *= 2**33
+        self._computed[:num_reqs] = rng.integers(0, MAX_LEN, num_reqs)
+        self._device.copy_(self._source)
+        self._small.copy_(self._wide)
+        return Batch(
+            self.idx[:num_reqs],
+            self.starts[: num_reqs + 1],
+            self.positions[:tokens],
+            self.computed[:num_reqs],
+            num_reqs,
+            int(rng.integers(num_reqs, MAX_ROWS + 1)),
+        )
 
 
-def expectation(torch: Any, config: BlockTableConfig, model: Model, batch: Batch) -> list[tuple[Any, Any]]:
+def expectation(torch: Any, config: BlockTableConfig, inputs: Inputs) -> list[tuple[Any, Any]]:
     """Return what R10-R15 say each group's batch table and slots are, whole buffers, on the device."""
-    tables = torch.from_numpy(model.tables).cuda(non_blocking=True)
-    filled = torch.from_numpy(model.filled).cuda(non_blocking=True)
-    idx = torch.full((MAX_ROWS + 1,), -1, dtype=torch.int64, device="cuda")
-    idx[: batch.num_reqs] = batch.idx
-    token = torch.arange(batch.positions.numel(), device="cuda")
-    request = torch.searchsorted(batch.starts[1:].contiguous(), token.int(), right=True)
+    token = torch.arange(MAX_TOKENS, device="cuda")
+    nobody = torch.full((1,), -1, dtype=torch.int64, device="cuda")
+    idx = torch.cat((inputs.idx.long(), nobody))
+    request = torch.searchsorted(inputs.starts[1:].contiguous(), token.int(), right=True)
     row_of_token = idx[request]
-    first = torch.zeros(MAX_ROWS, dtype=torch.int64, device="cuda")
-    first[: batch.num_reqs] = batch.computed
-    column = torch.arange(model.width, device="cuda")
+    column = torch.arange(inputs.tables.shape[2], device="cuda")
     share = config.context_parallel
     found = []
     for g, group in enumerate(config.groups):
         size = group.kernel_block_size or group.block_size
         sharded = group.is_sharded and share.world_size > 1
-        held = torch.where(idx >= 0, filled[g][idx], 0)
+        held = torch.where(idx >= 0, inputs.filled[g][idx], 0)
         # R10, R11: the batch table
         shown = column < held[:MAX_ROWS, None]
         if group.sliding_window is not None:
-            low = (first - group.sliding_window + 1).clamp(min=0)
+            low = (inputs.computed.long() - group.sliding_window + 1).clamp(min=0)
             passed = (share.local_lengths(low) if sharded else low) // size
             shown &= column >= passed[:, None]
-        table = torch.where(shown, tables[g][idx[:MAX_ROWS]], 0)[:, : config.width(g)]
+        table = torch.where(shown, inputs.tables[g][idx[:MAX_ROWS]], 0)[:, : config.width(g)]
         # R12-R15: the slots
-        p = batch.positions
+        p = inputs.positions
         valid = (row_of_token >= 0) & (p >= 0)
         local = p.clamp(min=0)
         if sharded:
@@ -179,12 +207,10 @@ def expectation(torch: Any, config: BlockTableConfig, model: Model, batch: Batch
             local = local % (held_by_token * size).clamp(min=1)
         place = local // size
         valid &= place < held_by_token
-        block = tables[g][row_of_token, place.clamp(max=model.width - 1)]
+        block = inputs.tables[g][row_of_token, place.clamp(max=column.numel() - 1)]
         if group.null_is_pad:
             valid &= block >= group.block_size // size
-        slots = torch.full((MAX_TOKENS,), -1, dtype=torch.int64, device="cuda")
-        slots[: token.numel()] = torch.where(valid, block * size + local % size, -1)
-        found.append((table, slots))
+        found.append((table, torch.where(valid, block * size + local % size, -1)))
     return found
 
 
@@ -197,13 +223,32 @@ def outputs_of(torch: Any, table: BlockTable) -> list[tuple[Any, Any]]:
     ]
 
 
-def count_mismatches(expected: list[tuple[Any, Any]], outputs: list[tuple[Any, Any]]) -> Any:
+def count_mismatches(torch: Any, expected: list[tuple[Any, Any]], outputs: list[tuple[Any, Any]]) -> Any:
     """Return how many entries differ, on the device."""
-    return sum(
-        (got != wanted).sum()
-        for pairs in zip(outputs, expected, strict=True)
-        for got, wanted in zip(*pairs, strict=True)
-    )
+    return torch.stack(
+        [
+            (got != wanted).sum()
+            for pairs in zip(outputs, expected, strict=True)
+            for got, wanted in zip(*pairs, strict=True)
+        ]
+    ).sum()
+
+
+def capture_check(torch: Any, config: BlockTableConfig, inputs: Inputs, outputs: Any, mismatches: Any) -> Any:
+    """Return a graph that adds to `mismatches` what is wrong in `outputs`."""
+
+    def add() -> None:
+        mismatches.add_(count_mismatches(torch, expectation(torch, config, inputs), outputs))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        add()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        add()
+    mismatches.zero_()
+    return graph
 
 
 @pytest.mark.parametrize("index", range(len(CONFIGS)))
@@ -213,14 +258,31 @@ def test_random_steps(subject: Subject, index: int, request: pytest.FixtureReque
     config = CONFIGS[index]
     table, model = BlockTable(config, subject.backend, step_path=subject.step_path), Model(config)  # type: ignore[arg-type]
     driver = Driver(table, model, index)
+    inputs = Inputs(torch, model)
     mismatches = torch.zeros((), dtype=torch.int64, device="cuda")
     outputs = outputs_of(torch, table)
+    check_step = capture_check(torch, config, inputs, outputs, mismatches)
+
+    # The checker must be able to see: one wrong entry of each output is counted.
+    inputs.draw(driver.rng)
+    for pair in outputs:
+        for output in pair:
+            output[-1:] += 1
+    check_step.replay()
+    seen = int(mismatches)
+    wrong = sum(output[-1:].numel() for pair in outputs for output in pair)
+    check(seen == wrong, "R10, R12", f"{wrong} planted faults and nothing else must be counted, got {seen}.")
+    for pair in outputs:
+        for output in pair:
+            output[-1:] -= 1
+    mismatches.zero_()
+
     deadline = time.monotonic() + request.config.getoption("--soak") / len(CONFIGS)
     steps = 0
     while steps < 10 or time.monotonic() < deadline:
         for _ in range(3):
             driver.change()
-        batch = random_batch(torch, driver.rng)
+        batch = inputs.draw(driver.rng)
         table.step(
             batch.idx,
             batch.starts,
@@ -228,7 +290,7 @@ def test_random_steps(subject: Subject, index: int, request: pytest.FixtureReque
             num_reqs_padded=batch.num_reqs_padded,
             num_computed_tokens=batch.computed,
         )
-        mismatches += count_mismatches(expectation(torch, config, model, batch), outputs)
+        check_step.replay()
         steps += 1
     found = int(mismatches)
     record_property("steps", steps)
