@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -76,19 +77,36 @@ class StepGraph:
 
     Args:
         nodes: the kernels, in order.
+        overlaps: a kernel says itself from when on the next one may start (`griddepcontrol.launch_dependents`), and the
+            next one waits for its end before it reads what it wrote (`griddepcontrol.wait`). Where the GPU cannot, each
+            starts when the one before it has ended.
+
+    Attributes:
+        overlaps: whether they do.
     """
 
-    def __init__(self, nodes: Sequence[KernelNode]) -> None:
+    def __init__(self, nodes: Sequence[KernelNode], *, overlaps: bool = False) -> None:
         from cuda.bindings import driver
 
         self._driver = driver
         self._graph = _checked(driver.cuGraphCreate(0))
-        self._handles: list[Any] = []
-        for node in nodes:
-            before = self._handles[-1:]
-            self._handles.append(_checked(driver.cuGraphAddKernelNode(self._graph, before, len(before), node.params)))
+        self._handles: list[Any] = [
+            _checked(driver.cuGraphAddKernelNode(self._graph, [], 0, node.params)) for node in nodes
+        ]
+        self.overlaps: bool = overlaps and _can_overlap(driver)
+        for before, after in pairwise(self._handles):
+            self._order(before, after)
         self._exec = _checked(driver.cuGraphInstantiate(self._graph, 0))
         self._nodes = nodes
+
+    def _order(self, before: Any, after: Any) -> None:
+        edge = self._driver.CUgraphEdgeData()
+        if self.overlaps:
+            edge.from_port = self._driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+            edge.type = self._driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+        # CUDA 13 gave the name without a number to what was called _v2 in CUDA 12.
+        add = getattr(self._driver, "cuGraphAddDependencies_v2", self._driver.cuGraphAddDependencies)
+        _checked(add(self._graph, [before], [after], [edge], 1))
 
     def update(self, index: int) -> None:
         """Use a node's present parameters from the next launch on; launches in flight keep theirs."""
@@ -104,6 +122,12 @@ class StepGraph:
         if driver is not None and hasattr(self, "_exec"):
             driver.cuGraphExecDestroy(self._exec)  # launches in flight finish first
             driver.cuGraphDestroy(self._graph)
+
+
+def _can_overlap(driver: Any) -> bool:
+    """Whether the current GPU starts a kernel while the one before it runs: compute capability 9 and newer."""
+    kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    return bool(_checked(driver.cuDeviceGetAttribute(kind, _checked(driver.cuCtxGetDevice()))) >= 9)
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

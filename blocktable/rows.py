@@ -6,7 +6,6 @@ are `[num_groups, n]` for the n rows of a call.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,11 @@ from blocktable.protocols import IntArray, Writes, ranges
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
-BULK_SHARE, BULK_ENTRIES = 0.5, 1 << 16
+BULK_SHARE, BULK_ENTRIES = 0.1, 1 << 16
 """Above this share of changed entries a commit sends all of an arena of at least so many (docs/performance.md)."""
+
+LATE_STEPS, MAX_LATE = 8, 1 << 16
+"""Appends of one block to every row and group that the mirror may be behind, and the most entries of them."""
 
 MAX_RANGE = 1 << 30
 """Entries of the longest range of a commit: lengths are int32."""
@@ -41,11 +43,15 @@ class Journal:
         # been noted since the last commit.
         self.values: IntArray = np.empty(capacity, np.int32)
         self.knows_values: bool = False
+        # Whether the ranges are disjoint and ascending already, and how many entries they then have.
+        self.is_merged: bool = True
+        self.num_values: int = 0
 
     def clear(self) -> None:
         """Forget everything: it is on the device."""
-        self.size = 0
+        self.size = self.num_values = 0
         self.knows_values = False
+        self.is_merged = True
 
     def mark(self, offsets: IntArray, lengths: IntArray) -> None:
         """Add ranges; of length 0 too.
@@ -58,7 +64,7 @@ class Journal:
         if end > self.offsets.size:
             self.make_room(offsets.size)
             end = self.size + offsets.size
-        self.knows_values = False
+        self.knows_values = self.is_merged = False
         self.offsets[self.size : end] = offsets.ravel()
         self.lengths[self.size : end] = lengths.ravel()
         self.size = end
@@ -72,7 +78,6 @@ class Journal:
             for array in (self.offsets, self.lengths)
         )
         self.values = np.empty(capacity, np.int32)
-        self.knows_values = False
 
     def merge(self) -> tuple[IntArray, IntArray]:
         """Return what is dirty as disjoint ascending ranges, and keep it in that form.
@@ -81,7 +86,7 @@ class Journal:
             offsets: [n] int64.
             lengths: [n] int64, at least 1.
         """
-        self.knows_values = False  # their ranges may move
+        self.knows_values = self.is_merged = False  # their ranges may move
         offsets, lengths = self.offsets[: self.size], self.lengths[: self.size]
         if not lengths.all():
             kept = lengths > 0
@@ -104,17 +109,28 @@ def _merge_ranges(offsets: IntArray, lengths: IntArray) -> tuple[IntArray, IntAr
 
 
 class _CompiledWrites(Writes):
-    """The changes of one commit, still in the journal: arrays are made when a backend asks for them."""
+    """The changes of a commit, still in the journal: arrays are made when a backend asks for them.
 
-    def __init__(self, rows: HostRows, num_values: int) -> None:
+    One for all commits; `renew` makes it that of the next.
+    """
+
+    def __init__(self, rows: HostRows) -> None:
         self.arena = rows.arena
         self._rows = rows
-        self.num_ranges = rows.journal.size
-        self.num_bytes = 12 * self.num_ranges + 4 * num_values
+        self._arrays: Writes | None = None
 
-    @cached_property
+    def renew(self) -> None:
+        """Be the changes as the journal, merged, says now."""
+        journal = self._rows.journal
+        self._arrays = None
+        self.num_ranges = journal.size
+        self.num_bytes = 12 * journal.size + 4 * journal.num_values
+
+    @property
     def _plain(self) -> Writes:
-        return self._rows.plain_writes()
+        if self._arrays is None:
+            self._arrays = self._rows.plain_writes()
+        return self._arrays
 
     @property
     def offsets(self) -> IntArray:  # type: ignore[override]
@@ -128,19 +144,20 @@ class _CompiledWrites(Writes):
     def values(self) -> IntArray:  # type: ignore[override]
         return self._plain.values
 
+    @property
+    def groups(self) -> IntArray:
+        return self._plain.groups
+
+    @property
+    def rows(self) -> IntArray:
+        return self._plain.rows
+
+    @property
+    def columns(self) -> IntArray:
+        return self._plain.columns
+
     def pack_changes(self, block: IntArray) -> int:
-        journal = self._rows.journal
-        used: int = self._rows._compiled.pack_changes(
-            self._rows.mirror,
-            journal.offsets,
-            journal.lengths,
-            journal.values,
-            journal.knows_values,
-            self._rows.filled.size,
-            self.num_ranges,
-            block,
-        )
-        return used
+        return self._rows.pack_changes(block)
 
 
 class HostRows:
@@ -157,13 +174,13 @@ class HostRows:
         self.config = config
         self.arena = arena
         try:
-            self.mirror: IntArray = np.zeros(arena.size, np.int32)
+            self._mirror: IntArray = np.zeros(arena.size, np.int32)
         except (MemoryError, ValueError) as error:
             raise ConfigError(
                 f"The table does not fit the host's memory: {4 * arena.size} bytes for {arena.num_rows} rows of "
                 f"{arena.widths} columns; lower max_num_reqs or max_model_len."
             ) from error
-        self.filled: IntArray = arena.view(self.mirror, -1)
+        self.filled: IntArray = arena.view(self._mirror, -1)
         # Room for a step that appends to every row: a count and a range of columns for each cell.
         self.journal: Journal = Journal(4 * arena.num_groups * arena.num_rows + 64)
         self.columns_per_block: IntArray = _column([group.blocks_per_kv_block for group in groups])
@@ -176,8 +193,11 @@ class HostRows:
         self._lowest_ids = [0 if group.takes_null else 1 for group in groups]
         self._id_limits = [group.block_id_limit for group in groups]
         self._safe_ids = max(self._lowest_ids), min(self._id_limits) - 1
+        # What a steady commit may change (R9) is scattered in any case: sending everything may wait.
+        cells = arena.num_groups * arena.num_rows
+        steady = arena.num_rows * int(self.columns_per_block.sum()) + cells + sum(arena.widths)
         is_large = arena.size >= BULK_ENTRIES
-        self._most_scattered = int(BULK_SHARE * arena.size) if is_large else arena.size
+        self._most_scattered = max(int(BULK_SHARE * arena.size), steady) if is_large else arena.size
         self._compiled: Any = compiled_host_path()
         self._geometry: IntArray = np.column_stack(
             (
@@ -191,8 +211,52 @@ class HostRows:
         ).astype(np.int64)
         self._compiled_stamps: IntArray = np.zeros(arena.num_rows, np.int64)
         self._stamp = 0
+        # Entries that compiled appends have noted and the mirror does not hold yet, oldest first.
+        self._num_late = self._late_per_call = 0
+        self._is_watched = self._compiled is None
+        num_late = 0 if self._is_watched else min(LATE_STEPS * arena.num_groups * arena.num_rows, MAX_LATE)
+        self._late: tuple[IntArray, IntArray] = np.empty(num_late, np.int64), np.empty(num_late, np.int32)
+        self._state: IntArray = np.empty(0, np.int64)
+        self._state_of: IntArray | None = None
+        self._writes = _CompiledWrites(self)
         self._indices: IntArray = np.arange(arena.num_rows)
         self._stamps: IntArray = np.zeros(arena.num_rows, np.int64)
+
+    @property
+    def mirror(self) -> IntArray:
+        """[arena.size] int32. What the device holds after a commit."""
+        if self._num_late:
+            self._catch_up()
+        return self._mirror
+
+    def watch(self) -> IntArray:
+        """Return the mirror, which from now on holds every change at once: somebody keeps a view of it."""
+        self._is_watched = True
+        return self.mirror
+
+    def _catch_up(self) -> None:
+        self._compiled.catch_up(self._state, self._num_late, self._late_per_call)
+        self._num_late = self._late_per_call = 0
+
+    def _compiled_state(self) -> IntArray:
+        """Return what compiled functions reach by address: STATE of `blocktable_compiled.functions`."""
+        journal = self.journal
+        if self._state_of is not journal.offsets:  # it has grown, or this is the first call
+            self._state_of = journal.offsets
+            arrays = (journal.offsets, journal.lengths, journal.values)
+            self._state = np.array(
+                [
+                    *(self._mirror.ctypes.data, self._mirror.size),
+                    *(self._geometry.ctypes.data, self.arena.num_groups, self.arena.num_rows),
+                    self._compiled_stamps.ctypes.data,
+                    *(array.ctypes.data for array in arrays),
+                    journal.offsets.size,
+                    *(array.ctypes.data for array in self._late),
+                    int(self._expands),
+                ],
+                np.int64,
+            )
+        return self._state
 
     # Checks. Everything below runs before the first entry changes.
 
@@ -316,28 +380,31 @@ class HostRows:
         # Contiguous, aligned and writable: for any other kind Numba would compile once more.
         if flat.ndim != 1 or not (rows.flags.carray and counts.flags.carray and flat.flags.carray):
             return False
-        self._stamp += 1
+        if not flat.size:
+            return rows.size == 0
         journal = self.journal
-        size: int = self._compiled.append(
-            rows,
-            flat,
-            sizes[0] // 4,
-            counts,
-            self._geometry,
-            self.mirror,
-            self.arena.num_rows,
-            self._compiled_stamps,
-            self._stamp,
-            journal.offsets,
-            journal.lengths,
-            journal.values,
-            journal.size,
-        )
-        if size < 0:
+        self._stamp += 1
+        size = flat.size
+        num_late = -1
+        # After an append of as many blocks, with nothing between them that has looked at the mirror.
+        if size == self._late_per_call and size <= self._late[0].size and not self._is_watched:
+            if self._num_late + size > self._late[0].size:
+                self._catch_up()
+            num_late = self._num_late
+        result = self._compiled.append(rows, flat, counts, self._compiled_state(), self._stamp, journal.size, num_late)
+        if result < 0:
             return False
+        if result & self._compiled.IS_LATE:
+            self._num_late = num_late + size
+        elif self._num_late:
+            self._catch_up()
+        self._late_per_call = size
         # Without an expansion each of its ranges of one column is one id, and its value was noted.
-        journal.knows_values = journal.size == 0 and not self._expands
-        journal.size = size
+        is_first = journal.size == 0
+        journal.knows_values = is_first and not self._expands
+        journal.is_merged = is_first and bool(result & self._compiled.IS_MERGED)
+        journal.num_values = result >> self._compiled.VALUES_SHIFT
+        journal.size = result >> self._compiled.SIZE_SHIFT & self._compiled.SIZE_MASK
         return True
 
     def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
@@ -356,10 +423,12 @@ class HostRows:
             )
         )
         one = np.ones(1, np.int64)
-        for _ in range(2):
+        for _ in range(3):
             other.append_rows(one, [one.astype(np.int32)] * 2, one)
             other.writes().pack_changes(np.zeros(64, np.int32))
             other.journal.clear()
+        other.truncate_rows(one, one)
+        other.writes()
 
     def append(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
         """Add blocks behind what the rows hold."""
@@ -377,6 +446,30 @@ class HostRows:
         ids, blocks = self.check_ids(block_ids, counts, rows.size)
         columns = self._require_capacity(rows, blocks)
         self._replace(rows, columns, self._kernel_ids(ids, blocks))
+
+    def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
+        """Check the rows and truncate: compiled where that is installed and all is in order."""
+        if self._compiled is None or not self._truncate_compiled(rows, num_blocks):
+            checked = self.check_rows("rows", rows)
+            self.truncate(checked, per_group_counts("num_blocks", num_blocks, self.arena.num_groups, checked.size))
+
+    def _truncate_compiled(self, rows: Any, num_blocks: Any) -> bool:
+        """Truncate in one compiled call; False with nothing changed where these are no int64 arrays of one length."""
+        if not (type(rows) is type(num_blocks) is np.ndarray and rows.dtype is num_blocks.dtype is _INT64):
+            return False
+        if rows.shape != num_blocks.shape or rows.ndim != 1 or not (rows.flags.carray and num_blocks.flags.carray):
+            return False
+        if self._num_late:
+            self._catch_up()
+        journal = self.journal
+        self._stamp += 1
+        size: int = self._compiled.truncate(rows, num_blocks, self._compiled_state(), self._stamp, journal.size)
+        if size < 0:
+            return False
+        if size != journal.size:
+            journal.knows_values = journal.is_merged = False
+        journal.size = size
+        return True
 
     def truncate(self, rows: IntArray, num_blocks: IntArray | int) -> None:
         """Keep the first blocks of each cell; where there are fewer, change nothing.
@@ -437,14 +530,25 @@ class HostRows:
 
         Where that is most of a large table, the whole arena as one range, which needs no scatter.
         """
-        if self._compiled is not None:
-            journal = self.journal
-            journal.size, num_values, is_in_place = self._compiled.merge(journal.offsets, journal.lengths, journal.size)
+        if self._compiled is None:
+            return self.plain_writes()
+        journal = self.journal
+        if not journal.is_merged:
+            journal.size, journal.num_values, is_in_place = self._compiled.merge(self._compiled_state(), journal.size)
             journal.knows_values = journal.knows_values and is_in_place
-            if num_values > self._most_scattered and journal.size > 1:
-                return self.plain_writes()
-            return _CompiledWrites(self, num_values)
-        return self.plain_writes()
+            journal.is_merged = True
+        if journal.num_values > self._most_scattered and journal.size > 1:
+            return self.plain_writes()
+        self._writes.renew()
+        return self._writes
+
+    def pack_changes(self, block: IntArray) -> int:
+        """Do `Writes.pack_changes` over the journal, which is merged."""
+        journal = self.journal
+        if self._num_late and not journal.knows_values:
+            self._catch_up()
+        used: int = self._compiled.pack_changes(self._compiled_state(), journal.knows_values, journal.size, block)
+        return used
 
     def plain_writes(self) -> Writes:
         """As `writes`, by numpy."""

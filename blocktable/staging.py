@@ -102,7 +102,7 @@ class StepMarks:
 
     def __init__(self, shown: IntArray) -> None:
         self._shown = shown
-        self._last = 0
+        self._last = self._seen = 0
 
     def next(self) -> int:
         """Return the number of a step that is about to be launched; counted from 1."""
@@ -116,6 +116,8 @@ class StepMarks:
             mark: the number.
             check: raises where the device has failed and will never write it; asked every second.
         """
+        if mark <= self._seen:  # most often: the device is many steps further
+            return
         spins, last_check = 0, time.monotonic()
         while self._shown[0] < mark:
             spins += 1
@@ -124,3 +126,4 @@ class StepMarks:
                 if time.monotonic() - last_check > 1:
                     check()
                     last_check = time.monotonic()
+        self._seen = int(self._shown[0])

@@ -16,7 +16,6 @@ from blocktable.checks import (
     int_array,
     int_scalar,
     non_negative,
-    per_group_counts,
     row_index,
     vector_length,
 )
@@ -66,6 +65,8 @@ class _Views:
 class _Plan:
     """What a step over the same arrays and sizes as the last one may use again: checked inputs, and what it returns."""
 
+    __slots__ = ("batch", "buffers", "expected", "is_reusable", "probes", "sizes", "step")
+
     def __init__(self, batch: Batch | None = None, buffers: Any = None, step: Any = None, sizes: Any = None) -> None:
         self.batch: Batch = batch or Batch(None, None, None, 0, 0)
         self.buffers: StepBuffers = buffers
@@ -74,11 +75,13 @@ class _Plan:
         inputs: list[Any] = [self.batch.idx_mapping, self.batch.query_start_loc, self.batch.positions]
         if self.batch.num_computed_tokens is not None:
             inputs.append(self.batch.num_computed_tokens)
-        # torch tensors only, whose length is cheap to ask for: somebody may resize one in place. With the identity the
-        # padding rows must be looked at each time.
-        self.lengths = [array.numel for array in inputs if hasattr(array, "numel")]
-        self.is_reusable = len(self.lengths) == len(inputs)
-        self.expected = [length() for length in self.lengths]
+        # torch tensors only, whose length and address are cheap to ask for: somebody may resize one in place, or give
+        # it other memory. With the identity the padding rows must be looked at each time.
+        self.is_reusable = all(hasattr(array, "numel") and hasattr(array, "data_ptr") for array in inputs)
+        self.probes: list[Callable[[], int]] = []
+        if self.is_reusable:
+            self.probes = [probe for array in inputs for probe in (array.numel, array.data_ptr)]
+        self.expected = [probe() for probe in self.probes]
 
     def serves(
         self, idx_mapping: Any, query_start_loc: Any, positions: Any, num_computed_tokens: Any, sizes: Any
@@ -92,7 +95,7 @@ class _Plan:
             and num_computed_tokens is batch.num_computed_tokens
             and self.is_reusable
             and sizes == self.sizes
-            and [length() for length in self.lengths] == self.expected
+            and [probe() for probe in self.probes] == self.expected
         )
 
 
@@ -285,8 +288,7 @@ class BlockTable:
 
         Rules: R4.
         """
-        checked = self._rows.check_rows("rows", rows)
-        self._rows.truncate(checked, per_group_counts("num_blocks", num_blocks, len(self.config.groups), checked.size))
+        self._rows.truncate_rows(rows, num_blocks)
 
     def null_ranges(self, rows: Any, group: int, starts: Any, stops: Any) -> None:
         """Make manager blocks starts[i] .. stops[i] - 1 of many rows NULL in one group.
@@ -750,7 +752,7 @@ class BlockTable:
 
     def host_table(self, group: int) -> IntArray:
         """Return a group's rows on the host, [max_num_reqs, width] int32, as a read-only view that follows changes."""
-        view: IntArray = self.config.arena.view(self._rows.mirror, self._group_index(group)).view()
+        view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
         view.flags.writeable = False
         return view
 
@@ -806,7 +808,7 @@ class BlockTable:
             meaning = " (PAD_SLOT_ID, no slot)" if number == PAD_SLOT_ID else ""
             raise ArgumentError(f"slot {number}{meaning} is outside the cache of group {index}.")
         kernel_block_id, offset = divmod(number, tokens)
-        table, filled = self.host_table(index), self._rows.filled[index]
+        table, filled = self.config.arena.view(self._rows.mirror, index), self._rows.filled[index]
         rows, columns = np.nonzero(table == kernel_block_id)
         held = columns < filled[rows]
         return SlotLocation(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,16 @@ HEADER, NULLS = 5, 4
 """Counts before packed changes, and which of them counts the entries of NULL ranges."""
 
 BLOCK = 128
-TEAM = 32
-"""Threads that gather one row together, as in kernels.cu."""
+WARP = 32
+GATHER_WARPS = 2048
+"""Warps that gather, where the batch has fewer rows: then several take a part of each row."""
+COLUMNS_PER_WARP = 256
 MAX_GATHER_BLOCKS = 8192
 MAX_APPLY_BLOCKS = 64
 INT32_LIMIT = 2**31
 
 APPLY_LAYOUT = "QiiqQ"  # arena, num_groups, max_num_reqs, arena_size, batch
-STEP_LAYOUT = "QQQQiiiiQiQqQQiiiq"  # step_batch's arguments, in order
+STEP_LAYOUT = "QQQQiiiiQiQqQQiiiiq"  # step_batch's arguments, in order
 
 
 class HostRunner:
@@ -54,7 +55,7 @@ class GraphRunner:
         self._present = (APPLY_KERNELS[0][0], 1)
         self._apply = KernelNode(self._functions[self._present[0]], apply, BLOCK)
         self._step = KernelNode(self._functions[step_kernel], step, BLOCK)
-        self._graph = StepGraph((self._apply, self._step))
+        self._graph = StepGraph((self._apply, self._step), overlaps=True)
 
     def run(self, apply_kernel: str, apply_blocks: int, step_blocks: int, is_new: bool, stream: Any) -> None:
         """Launch apply_changes with the changes as they are in its memory now; step_batch anew where `is_new`."""
@@ -107,11 +108,10 @@ class FusedStep:
         is_long = is_long_launch(self._num_slots * num_groups, tile)
         self._slot_blocks = -(-self._num_slots // (BLOCK * tokens_per_thread(is_long)))
         self._num_groups = num_groups
+        self._max_parts = -(-max(config.arena.widths) // COLUMNS_PER_WARP)
         step_kernel = "step_batch_long" if is_long else "step_batch"
         self._runner = runner(kernels, step_kernel, [self._changes.ctypes.data, *apply.addresses], self._step.addresses)
         self._address = address
-        self._ask: list[Callable[[], int]] = []
-        self._addresses: list[int] = []
         self.batch: Batch | None = None
         self._used = HEADER
         self._step_blocks = 0
@@ -128,7 +128,7 @@ class FusedStep:
 
     def run(self, batch: Batch, stream: Any) -> None:
         """Launch the step over a batch of device arrays, on a native stream."""
-        is_new = batch is not self.batch or [address() for address in self._ask] != self._addresses
+        is_new = batch is not self.batch
         if is_new:
             self._set_batch(batch)
         used = self._used
@@ -139,21 +139,13 @@ class FusedStep:
 
     def _set_batch(self, batch: Batch) -> None:
         arrays = (batch.idx_mapping, batch.num_computed_tokens, batch.query_start_loc, batch.positions)
-        # A tensor may be given other memory in place: its address is asked for at each step.
-        self._ask = [_nothing if array is None else self._asker(array) for array in arrays]
-        self._addresses = [address() for address in self._ask]
+        addresses = [0 if array is None else self._address(array) for array in arrays]
         pairs = max(batch.num_reqs_padded, 1) * self._num_groups
-        gather_blocks = min(-(-pairs * TEAM // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
+        parts = max(min(GATHER_WARPS // pairs, self._max_parts), 1)
+        gather_blocks = min(-(-pairs * parts * WARP // BLOCK), MAX_GATHER_BLOCKS) if batch.wants_tables else 0
         sizes = (batch.num_reqs, batch.num_reqs_padded, batch.num_positions)
-        ratio = requests_per_token(batch.num_reqs, batch.num_positions)
-        self._step.set(*self._addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, self._slot_blocks, ratio)
+        tail = parts, self._slot_blocks, requests_per_token(batch.num_reqs, batch.num_positions)
+        self._step.set(*addresses, *sizes, *self._fixed, self._num_slots, gather_blocks, *tail)
         self._num_pairs = pairs  # about as many held counts are copied as the last batch had
         self._step_blocks = gather_blocks + self._slot_blocks * self._num_groups
         self.batch = batch
-
-    def _asker(self, array: Any) -> Callable[[], int]:
-        return array.data_ptr if hasattr(array, "data_ptr") else partial(self._address, array)
-
-
-def _nothing() -> int:
-    return 0

@@ -134,13 +134,12 @@ extern "C" __global__ void null_stale_columns(
 
 // Write the columns that one batch row's row fills, by `num_threads` threads of which this is number `thread`.
 static __device__ __forceinline__ int gather_row(
-    const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens, int num_reqs, int max_num_reqs,
+    int row, const int* __restrict__ num_computed_tokens, int num_reqs, int max_num_reqs,
     const Group* __restrict__ groups, int g, const int* __restrict__ arena, int* __restrict__ batch, int i, int thread,
     int num_threads
 ) {
   int64 table_start = groups[g].table_start, width = groups[g].width;
   // step 2: how many columns its row fills
-  int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
   int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
   // step 3: how many of them the window has left behind
   int64 first = 0;
@@ -183,8 +182,9 @@ extern "C" __global__ void gather_block_tables(
   // step 1: which batch row and group
   for (int g = blockIdx.y; g < num_groups; g += gridDim.y) {
     for (int i = blockIdx.x; i < num_reqs_padded; i += gridDim.x) {
+      int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
       int columns = gather_row(
-          idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, threadIdx.x, blockDim.x
+          row, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, threadIdx.x, blockDim.x
       );
       // step 5: remember how many columns the batch row holds
       if (threadIdx.x == 0) batch[(int64)g * max_num_reqs + i] = columns;
@@ -234,11 +234,34 @@ static __device__ __forceinline__ int64 local_index(const Group& group, int64 co
   return position;
 }
 
+// In a fused step, step_batch may start while apply_changes runs: it loads what that kernel does not write, and waits for
+// its end here. Where the GPU or the launch does not overlap them this is nothing.
+static __device__ __forceinline__ void wait_for_changes(const int*& arena) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // The pointer comes out of it, so that no load through it, however invariant it looks, moves before it.
+  asm volatile("griddepcontrol.wait;" : "+l"(arena) : : "memory");
+#endif
+}
+
+static __device__ __forceinline__ void wait_for_changes(const int*& arena, int*& batch) {
+  wait_for_changes(arena);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("" : "+l"(batch) : : "memory");
+#endif
+}
+
+static __device__ __forceinline__ void let_step_batch_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // Return the slot of one token. What can be loaded at once is: a small launch takes as long as its chain of loads.
+template <bool IN_STEP>
 static __device__ __forceinline__ int64 map_token(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
     int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int g,
-    const int* __restrict__ arena, int num_slots, int64 requests_per_token, int token
+    const int* arena, int num_slots, int64 requests_per_token, int token
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
   int64 table_start = groups[g].table_start, width = groups[g].width, tokens_per_column = groups[g].tokens_per_column;
@@ -250,6 +273,7 @@ static __device__ __forceinline__ int64 map_token(
     row = row_of(idx_mapping, request, num_reqs, max_num_reqs);
   }
   int64 position = token < num_positions ? positions[token] : -1;
+  if (IN_STEP) wait_for_changes(arena);
   // step 2: PAD behind the last real token
   if (token >= num_tokens || (HAS_MODES && groups[g].slot_mode == SLOT_MODE_NONE)) return PAD_SLOT_ID;
   // step 3: which request and row
@@ -304,7 +328,7 @@ static __device__ __forceinline__ void map_chunk(
     for (int i = 0; i < 2 * PAIRS; ++i) {
       int token = pair_token(first, i);
       if (token < num_slots)
-        slots[token] = (SLOT_T)map_token(
+        slots[token] = (SLOT_T)map_token<false>(
             idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
             requests_per_token, token
         );
@@ -373,7 +397,7 @@ extern "C" __global__ void map_slots(
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y) {
     for (int64 token = thread; token < num_slots; token += num_threads) {
-      int64 slot = map_token(
+      int64 slot = map_token<false>(
           idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y, arena,
           num_slots, requests_per_token, (int)token
       );
@@ -400,8 +424,6 @@ extern "C" __global__ void map_slots_long(
 }
 
 // The fused step is two kernels, one after the other: apply_changes, then step_batch.
-
-static const int TEAM = 32;  // threads that gather one row together
 
 // A commit by value, in the launch's own parameters: nothing to stage, nothing to wait for, nothing to race with.
 // data: offsets of single values, those values; offsets of ranges, their starts among the range values, those values;
@@ -431,6 +453,7 @@ template <int SIZE>
 static __device__ __forceinline__ void apply(
     const Changes<SIZE>& changes, int* arena, int num_groups, int max_num_reqs, int64 arena_size, int* batch
 ) {
+  let_step_batch_start();
   int thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
   const int* single_offsets = changes.data;
   const int* singles = single_offsets + changes.num_singles;
@@ -473,32 +496,37 @@ static __device__ __forceinline__ void null_columns(
   for (int column = first; column < end; column += step) batch_row[column] = NULL_BLOCK_ID;
 }
 
-// The gather of a whole step, by the first gather_blocks blocks.
+// The gather of a whole step, by the first gather_blocks blocks: `parts` warps for each batch row and group.
 static __device__ __forceinline__ void gather_part(
     const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens, int num_reqs, int num_reqs_padded,
-    int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* __restrict__ arena, int64 arena_size,
-    int* __restrict__ batch, int gather_blocks, int team
+    int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* arena, int64 arena_size, int* batch,
+    int gather_blocks, int parts
 ) {
+  unsigned first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP, num_warps = gather_blocks * (blockDim.x / WARP);
+  unsigned lane = threadIdx.x % WARP, team = WARP * parts;
+  unsigned end = (unsigned)num_reqs_padded * num_groups * parts;
+  for (unsigned warp = first; warp < end; warp += num_warps) {
+    unsigned pair = warp / parts, thread = warp % parts * WARP + lane;
+    int i = pair / num_groups, g = pair % num_groups;
+    int64 cell = (int64)g * max_num_reqs + i;
+    int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+    wait_for_changes(arena, batch);
+    const int* held = batch + arena_size + 2;
+    int held_rows = held[-1], stale = held[cell];
+    int columns = gather_row(row, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, thread, team);
+    if (thread == 0) batch[cell] = columns;
+    if (i < held_rows) null_columns(groups, g, batch, i, columns + thread, stale, team);
+  }
+  // Rows that only the batch before this one had.
+  wait_for_changes(arena, batch);
   const int* held = batch + arena_size + 2;
   int held_rows = held[-1];
   if (blockIdx.x == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
-  unsigned lane = threadIdx.x % team, teams = blockDim.x / team, first = blockIdx.x * teams + threadIdx.x / team;
-  unsigned pairs = (unsigned)num_reqs_padded * num_groups;
-  for (unsigned pair = first; pair < pairs; pair += gather_blocks * teams) {
-    int i = pair / num_groups, g = pair % num_groups;
-    int64 cell = (int64)g * max_num_reqs + i;
-    int stale = held[cell];
-    int columns = gather_row(
-        idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, lane, team
-    );
-    if (lane == 0) batch[cell] = columns;
-    if (i < held_rows) null_columns(groups, g, batch, i, columns + lane, stale, team);
-  }
-  // Rows that only the batch before this one had.
-  pairs = held_rows > num_reqs_padded ? (unsigned)(held_rows - num_reqs_padded) * num_groups : 0;
-  for (unsigned pair = first; pair < pairs; pair += gather_blocks * teams) {
+  end = held_rows > num_reqs_padded ? (unsigned)(held_rows - num_reqs_padded) * num_groups * parts : 0;
+  for (unsigned warp = first; warp < end; warp += num_warps) {
+    unsigned pair = warp / parts, thread = warp % parts * WARP + lane;
     int i = num_reqs_padded + pair / num_groups, g = pair % num_groups;
-    null_columns(groups, g, batch, i, lane, held[(int64)g * max_num_reqs + i], team);
+    null_columns(groups, g, batch, i, thread, held[(int64)g * max_num_reqs + i], team);
   }
 }
 
@@ -514,12 +542,13 @@ extern "C" __global__ void step_batch(
     int max_num_reqs,
     const Group* __restrict__ groups,  // [num_groups]
     int num_groups,
-    const int* __restrict__ arena,  // [arena_size]
+    const int* arena,  // [arena_size], of which apply_changes may still write when this starts
     int64 arena_size,
-    int* __restrict__ batch,     // [arena_size + 2 + num_groups * max_num_reqs], written
+    int* batch,                  // [arena_size + 2 + num_groups * max_num_reqs], written
     SLOT_T* __restrict__ slots,  // [num_groups, num_slots], written
     int num_slots,
     int gather_blocks,        // 0: nothing is gathered
+    int gather_parts,         // warps for each batch row and group
     int blocks_per_group,     // that map its slots
     int64 requests_per_token  // num_reqs / num_positions, times 2^32
 ) {
@@ -527,7 +556,7 @@ extern "C" __global__ void step_batch(
   if (block < 0) {
     gather_part(
         idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, groups, num_groups, arena, arena_size,
-        batch, gather_blocks, TEAM
+        batch, gather_blocks, gather_parts
     );
     return;
   }
@@ -537,7 +566,7 @@ extern "C" __global__ void step_batch(
   int64 num_threads = (int64)blocks_per_group * blockDim.x;
   for (int64 token = (int64)(block - g * blocks_per_group) * blockDim.x + threadIdx.x; token < num_slots;
        token += num_threads)
-    group_slots[token] = (SLOT_T)map_token(
+    group_slots[token] = (SLOT_T)map_token<true>(
         idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
         requests_per_token, (int)token
     );
@@ -547,20 +576,21 @@ extern "C" __global__ void step_batch(
 extern "C" __global__ void step_batch_long(
     const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens,
     const int* __restrict__ query_start_loc, const int64* __restrict__ positions, int num_reqs, int num_reqs_padded,
-    int num_positions, int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* __restrict__ arena,
-    int64 arena_size, int* __restrict__ batch, SLOT_T* __restrict__ slots, int num_slots, int gather_blocks,
-    int blocks_per_group, int64 requests_per_token
+    int num_positions, int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* arena,
+    int64 arena_size, int* batch, SLOT_T* __restrict__ slots, int num_slots, int gather_blocks,
+    int gather_parts, int blocks_per_group, int64 requests_per_token
 ) {
   int block = (int)blockIdx.x - gather_blocks;
   if (block < 0) {
     gather_part(
         idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, groups, num_groups, arena, arena_size,
-        batch, gather_blocks, TEAM
+        batch, gather_blocks, gather_parts
     );
     return;
   }
   int g = block / blocks_per_group;
   if (g >= num_groups) return;
+  wait_for_changes(arena);
   int64 thread = (int64)(block - g * blocks_per_group) * blockDim.x + threadIdx.x;
   int64 num_threads = (int64)blocks_per_group * blockDim.x;
   for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)

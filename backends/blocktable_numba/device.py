@@ -56,6 +56,7 @@ class Device:
 
     tile: int
     takes_host_arrays: bool
+    copies_inputs = False  # whether kernels read copies of foreign arrays, which must be made anew for each step
     step_runner: Any
     max_step_blocks: int  # for each part of a fused step's kernels: the changes, the gather, a group's slots
 
@@ -126,7 +127,7 @@ class SimulatedDevice(Device):
     """Numba's simulator: arrays are its own, on the host, and everything is done when a call returns."""
 
     tile = SIMULATED_TILE
-    takes_host_arrays = True
+    takes_host_arrays = copies_inputs = True
     step_runner = SimulatedRunner
     max_step_blocks = 1
 
@@ -137,10 +138,6 @@ class SimulatedDevice(Device):
 
     def is_current(self) -> bool:
         return True
-
-    def is_torch(self, array: Any) -> bool:
-        """Whether an array says its address at the price of a call: here none does, since addresses are no numbers."""
-        return False
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -265,10 +262,6 @@ class NumbaDevice(Device):
 
     def is_current(self) -> bool:
         return int(_call(driver.cuCtxGetCurrent)) == self._context
-
-    def is_torch(self, array: Any) -> bool:
-        """Whether an array says its address at the price of a call."""
-        return hasattr(array, "data_ptr")
 
     def full(self, size: int, value: int, dtype: str) -> Any:
         with self.current():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from blocktable import Batch, KernelArguments, KernelNode, StepGraph
@@ -48,7 +46,7 @@ class GraphRunner:
     def run(self, launches: tuple[Launch, Launch], stream: Any) -> None:
         """Launch apply_changes and step_batch on a native stream."""
         for index, launch in enumerate(launches):
-            if launch is not self._present[index] and launch != self._present[index]:
+            if launch is not self._present[index]:
                 blocks, arguments = launch
                 self._arguments[index].set(*arguments)
                 self._nodes[index].set_grid(blocks)
@@ -82,8 +80,6 @@ class FusedStep:
         blocks = min(-(-self._num_slots // self._block), MAX_SLOT_BLOCKS // self._num_groups, self._max_blocks)
         self._blocks_per_group = max(blocks, 1)
         self._runner = device.step_runner(store.step_kernels, self._block)
-        self._ask: list[Callable[[], Any]] = []
-        self._addresses: list[Any] = []
         self._step: Launch = (0, ())
         self.batch: Batch | None = None
 
@@ -96,7 +92,7 @@ class FusedStep:
             mark: the step's number where there are changes.
             stream: to launch on.
         """
-        if batch is not self.batch or [address() for address in self._ask] != self._addresses:
+        if batch is not self.batch or self._device.copies_inputs:
             self._set_batch(batch)
         apply = self._nothing
         if slot is not None:
@@ -111,10 +107,9 @@ class FusedStep:
 
     def _set_batch(self, batch: Batch) -> None:
         arrays = (batch.idx_mapping, batch.num_computed_tokens, batch.query_start_loc, batch.positions)
-        # A tensor may be given other memory in place: its address is asked for at each step.
-        self._ask = [_nothing if array is None else self._asker(array) for array in arrays]
-        self._addresses = [address() for address in self._ask]
-        idx_mapping, num_computed_tokens, query_start_loc, positions = self._addresses
+        idx_mapping, num_computed_tokens, query_start_loc, positions = (
+            0 if array is None else self._device.address(array) for array in arrays
+        )
         pairs = max(batch.num_reqs_padded, 1) * self._num_groups
         gather_blocks = min(pairs, MAX_GATHER_BLOCKS, self._max_blocks) if batch.wants_tables else 0
         arguments = (
@@ -136,10 +131,3 @@ class FusedStep:
         )
         self._step = gather_blocks + self._blocks_per_group * self._num_groups + 1, arguments
         self.batch = batch
-
-    def _asker(self, array: Any) -> Callable[[], Any]:
-        return array.data_ptr if self._device.is_torch(array) else partial(self._device.address, array)
-
-
-def _nothing() -> int:
-    return 0

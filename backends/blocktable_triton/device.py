@@ -285,7 +285,7 @@ class TorchDevice(HostDevice):
         return nullcontext() if self.is_current() else torch.cuda.device(self.index)
 
     def is_current(self) -> bool:
-        return bool(torch.cuda.current_device() == self.index)
+        return int(torch._C._cuda_getDevice()) == self.index  # torch.cuda.current_device() costs some 2 us
 
     @cached_property
     def graph_problem(self) -> str:  # type: ignore[override]

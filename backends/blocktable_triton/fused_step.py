@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from blocktable import Batch, KernelArguments, KernelNode, StepGraph
@@ -49,7 +47,7 @@ class GraphRunner:
     def run(self, launches: tuple[Launch, Launch], stream: Any) -> None:
         """Launch apply_changes and step_batch on a native stream."""
         for index, launch in enumerate(launches):
-            if launch is not self._present[index] and launch != self._present[index]:
+            if launch is not self._present[index]:
                 programs, arguments = launch
                 self._arguments[index].set(*arguments, *self._kernels[index].scratch)
                 self._nodes[index].set_grid(programs)
@@ -85,8 +83,6 @@ class FusedStep:
         self._max_num_reqs = config.max_num_reqs
         self._address = store.device.address
         self._runner = store.device.step_runner(store.step_kernels)
-        self._ask: list[Callable[[], int]] = []
-        self._addresses: list[int] = []
         self._step: Launch = (0, ())
         self.batch: Batch | None = None
 
@@ -99,7 +95,7 @@ class FusedStep:
             mark: the step's number where there are changes.
             stream: to launch on.
         """
-        if batch is not self.batch or [address() for address in self._ask] != self._addresses:
+        if batch is not self.batch:
             self._set_batch(batch)
         apply = self._nothing
         if slot is not None:
@@ -114,14 +110,12 @@ class FusedStep:
 
     def _set_batch(self, batch: Batch) -> None:
         arrays = (batch.idx_mapping, batch.num_computed_tokens, batch.query_start_loc, batch.positions)
-        # A tensor may be given other memory in place: its address is asked for at each step.
-        self._ask = [_nothing if array is None else self._asker(array) for array in arrays]
-        self._addresses = [address() for address in self._ask]
+        addresses = [0 if array is None else self._address(array) for array in arrays]
         gather_parts = 0
         if batch.wants_tables:  # of no rows too: a larger batch may have come before
             gather_parts = min(max(-(-batch.num_reqs_padded // self._rows), 1), MAX_GATHER_PARTS)
         arguments = (
-            *self._addresses,
+            *addresses,
             batch.num_reqs,
             batch.num_reqs_padded,
             batch.num_positions,
@@ -136,11 +130,3 @@ class FusedStep:
         )
         self._step = (gather_parts + self._slot_parts) * self._num_groups + 1, arguments
         self.batch = batch
-
-    def _asker(self, array: Any) -> Callable[[], int]:
-        self._address(array)  # it must be on the table's device
-        return array.data_ptr if hasattr(array, "data_ptr") else partial(self._address, array)
-
-
-def _nothing() -> int:
-    return 0

@@ -132,15 +132,17 @@ def graph_time(gpu: Gpu, call: Callable[[], object], runs: int = 7) -> float:
     return _events_time(gpu, graph.replay, 10, runs) / CALLS_PER_GRAPH
 
 
-def eager_time(gpu: Gpu, call: Callable[[], object], runs: int = 3) -> float:
-    """Return the GPU's time of a call that is far longer than its launch."""
-    return _events_time(gpu, call, 5, runs)
+def eager_time(gpu: Gpu, call: Callable[[], object], runs: int = 5) -> float:
+    """Return the GPU's time of a call that is longer than its launch: calls that queue up behind a held stream."""
+    return _events_time(gpu, call, 10, runs, hold=1000)
 
 
-def _events_time(gpu: Gpu, call: Callable[[], object], times: int, runs: int) -> float:
+def _events_time(gpu: Gpu, call: Callable[[], object], times: int, runs: int, hold: float = 0) -> float:
     found: list[float] = []
     for run in range(runs + 1):
         gpu.synchronize()
+        if hold:
+            gpu.hold(hold)
         start = gpu.event()
         for _ in range(times):
             call()

@@ -1,51 +1,113 @@
-"""The compiled functions. Arrays are those of `blocktable.rows`; geometry is [num_groups, 6] int64, see GEOMETRY."""
+"""The compiled functions.
+
+A call of Numba's costs a tenth of a microsecond for each array it is given. What stays the same from call to call is
+given once, as addresses in one array (STATE); the rows of a table own that memory and outlive every call.
+"""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # ruff: noqa: SIM110 - Numba compiles loops, not generators
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
 REFUSED = -1
 GEOMETRY = ("table_start", "width", "blocks_per_kv_block", "max_columns", "lowest_id", "id_limit")
+STATE = (
+    "mirror",  # address of [mirror_size] int32
+    "mirror_size",
+    "geometry",  # address of [num_groups, 6] int64, see GEOMETRY
+    "num_groups",
+    "num_rows",
+    "stamps",  # address of [num_rows] int64
+    "offsets",  # addresses of the journal's [journal_size]: int64, int64, int32
+    "lengths",
+    "values",
+    "journal_size",
+    "late_offsets",  # addresses of [..] int64 and int32: appended entries that the mirror does not hold yet
+    "late_values",
+    "expands",  # whether a group has several columns a block
+)
+MIRROR, MIRROR_SIZE, TABLES, NUM_GROUPS, NUM_ROWS, STAMPS, OFFSETS, LENGTHS, VALUES, JOURNAL_SIZE = range(10)
+LATE_OFFSETS, LATE_VALUES, EXPANDS = range(10, 13)
 CHANGES_HEADER = 5
 AHEAD = 16
+SIZE_SHIFT, SIZE_MASK, VALUES_SHIFT = 2, 2**32 - 1, 34
+"""Where a result holds the journal's size and the number of values; below lie IS_LATE and IS_MERGED."""
+IS_LATE, IS_MERGED = 1, 2
 
 
-@njit(cache=True, nogil=True)
-def _any_expands(geometry):
-    for g in range(geometry.shape[0]):
-        if geometry[g, 2] > 1:
-            return True
-    return False
+@intrinsic
+def _pointer32(typing_context, address):
+    signature = types.CPointer(types.int32)(types.int64)
+
+    def build(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return signature, build
+
+
+@intrinsic
+def _pointer64(typing_context, address):
+    signature = types.CPointer(types.int64)(types.int64)
+
+    def build(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return signature, build
+
+
+@njit(inline="always")
+def _int32s(state, name, size):
+    return carray(_pointer32(state[name]), size)
+
+
+@njit(inline="always")
+def _int64s(state, name, size):
+    return carray(_pointer64(state[name]), size)
+
+
+@njit(inline="always")
+def _are_distinct_rows(rows, num_rows, stamps, stamp):
+    """Whether all are rows of the table, each named once. `stamp`: a number that no earlier call had."""
+    for i in range(rows.size):
+        row = rows[i]
+        if row < 0 or row >= num_rows or stamps[row] == stamp:
+            return False
+        stamps[row] = stamp
+    return True
 
 
 @njit(cache=True, nogil=True)
 def append(
     rows,  # [n] int64
-    ids,  # [total] int32 or int64, group after group
-    ids_per_group,  # every group gets as many
+    ids,  # [total] int32, group after group, every group the same number
     counts,  # [n] int64, blocks of each row, in every group
-    geometry,  # [num_groups, 6] int64
-    mirror,  # [arena.size] int32, written
-    num_rows,
-    stamps,  # [num_rows] int64, written
-    stamp,  # a number that no earlier call had
-    offsets,  # the journal, written
-    lengths,
-    values,  # value of each range of one entry, while it is known
-    size,  # ranges in it
+    state,  # see STATE
+    stamp,
+    size,  # ranges in the journal
+    late,  # entries that are late already; -1: none may be
 ):
-    """Add blocks to rows of all groups; return the journal's new size, or REFUSED with nothing changed."""
-    n, num_groups = rows.size, geometry.shape[0]
-    if size + 2 * num_groups * n > offsets.size:
+    """Add blocks to rows of all groups.
+
+    Where each row gets one block of one column and `late` allows it, the entries are only noted, in the journal and
+    among the late ones.
+
+    Returns:
+        The journal's size, the values of its ranges, and whether it is disjoint and ascending (both of the new ranges
+        alone), and whether the entries are late: see SIZE_SHIFT. REFUSED with nothing changed where anything is wrong.
+    """
+    n, num_groups, num_rows = rows.size, state[NUM_GROUPS], state[NUM_ROWS]
+    geometry = _int64s(state, TABLES, (num_groups, 6))
+    mirror = _int32s(state, MIRROR, state[MIRROR_SIZE])
+    offsets, lengths = _int64s(state, OFFSETS, state[JOURNAL_SIZE]), _int64s(state, LENGTHS, state[JOURNAL_SIZE])
+    values = _int32s(state, VALUES, state[JOURNAL_SIZE])
+    ids_per_group = ids.size // num_groups
+    if size + 2 * num_groups * n > state[JOURNAL_SIZE]:
         return REFUSED
-    for i in range(n):
-        row = rows[i]
-        if row < 0 or row >= num_rows or stamps[row] == stamp:
-            return REFUSED
-        stamps[row] = stamp
+    if not _are_distinct_rows(rows, num_rows, _int64s(state, STAMPS, num_rows), stamp):
+        return REFUSED
     first_id = 0
     for g in range(num_groups):
         k, max_columns, lowest, limit = geometry[g, 2], geometry[g, 3], geometry[g, 4], geometry[g, 5]
@@ -62,16 +124,20 @@ def append(
                 return REFUSED
         first_id += total
 
-    start = size
+    start, num_values, end, is_merged = size, 0, -1, IS_MERGED
     for g in range(num_groups):  # filled counts: they lie before the rows
         for i in range(n):
             if counts[i] > 0:
                 cell = g * num_rows + rows[i]
-                if size > start and offsets[size - 1] + lengths[size - 1] == cell:
+                if size > start and end == cell:
                     lengths[size - 1] += 1
                 else:
+                    if cell < end:
+                        is_merged = 0
                     offsets[size], lengths[size] = cell, 1
                     size += 1
+                end = cell + 1
+                num_values += 1
     first_range = size
     for g in range(num_groups):
         table_start, width, k = geometry[g, 0], geometry[g, 1], geometry[g, 2]
@@ -79,19 +145,33 @@ def append(
             count = counts[i]
             if count > 0:
                 cell = g * num_rows + rows[i]
-                offsets[size], lengths[size] = table_start + rows[i] * width + mirror[cell], count * k
+                entry = table_start + rows[i] * width + mirror[cell]
+                if entry <= end:
+                    is_merged = 0
+                end = entry + count * k
+                offsets[size], lengths[size] = entry, count * k
                 size += 1
+                num_values += count * k
                 mirror[cell] += count * k
+    result = num_values << VALUES_SHIFT | size << SIZE_SHIFT | is_merged
+    is_single = size - first_range == ids.size and not state[EXPANDS]
+    if is_single and late >= 0:
+        late_offsets = _int64s(state, LATE_OFFSETS, late + ids.size)
+        late_values = _int32s(state, LATE_VALUES, late + ids.size)
+        for i in range(ids.size):
+            values[first_range + i] = ids[i]
+            late_offsets[late + i], late_values[late + i] = offsets[first_range + i], ids[i]
+        return result | IS_LATE
     # Rows lie a multiple of 4 KiB apart, so their entries share few sets of the cache, and most stores miss it. Loads
     # of what is stored some turns later run ahead of them: 31 us against 79 for 2,048 cells.
-    if size - first_range == ids.size and not _any_expands(geometry):
+    if is_single:
         seen = np.int64(0)
         for i in range(ids.size):
             if i + AHEAD < ids.size:
                 seen += mirror[offsets[first_range + i + AHEAD]]
             mirror[offsets[first_range + i]] = ids[i]
             values[first_range + i] = ids[i]
-        return size if seen >= 0 else REFUSED  # always the first: entries are at least 0; but the loads must be made
+        return result if seen >= 0 else REFUSED  # always the first: entries are at least 0; but the loads must be made
     block, r = 0, first_range
     for g in range(num_groups):
         k, last = geometry[g, 2], block + ids_per_group
@@ -105,15 +185,71 @@ def append(
             if lengths[r] == 1:
                 values[r] = mirror[offsets[r]]
             r += 1
+    return result
+
+
+@njit(cache=True, nogil=True)
+def catch_up(state, late, per_call):
+    """Write the late entries into the mirror: `late` of them, from calls of `per_call` each, all at different places.
+
+    Calls that follow one another append to the same rows, so their entries share cache lines: one miss for each line
+    instead of one for each entry.
+    """
+    mirror = _int32s(state, MIRROR, state[MIRROR_SIZE])
+    offsets, values = _int64s(state, LATE_OFFSETS, late), _int32s(state, LATE_VALUES, late)
+    for i in range(per_call):
+        for place in range(i, late, per_call):
+            mirror[offsets[place]] = values[place]
+
+
+@njit(cache=True, nogil=True)
+def truncate(
+    rows,  # [n] int64
+    kept,  # [n] int64, blocks to keep of each row, in every group
+    state,  # see STATE; no entry is late
+    stamp,
+    size,  # ranges in the journal
+):
+    """Keep the first blocks of rows in all groups.
+
+    Returns:
+        The journal's size; REFUSED with nothing changed where anything is wrong.
+    """
+    n, num_groups, num_rows = rows.size, state[NUM_GROUPS], state[NUM_ROWS]
+    geometry = _int64s(state, TABLES, (num_groups, 6))
+    mirror = _int32s(state, MIRROR, state[MIRROR_SIZE])
+    offsets, lengths = _int64s(state, OFFSETS, state[JOURNAL_SIZE]), _int64s(state, LENGTHS, state[JOURNAL_SIZE])
+    if size + 2 * num_groups * n > state[JOURNAL_SIZE]:
+        return REFUSED
+    if not _are_distinct_rows(rows, num_rows, _int64s(state, STAMPS, num_rows), stamp):
+        return REFUSED
+    for i in range(n):
+        if kept[i] < 0:
+            return REFUSED
+    for g in range(num_groups):
+        table_start, width, k, max_columns = geometry[g, 0], geometry[g, 1], geometry[g, 2], geometry[g, 3]
+        for i in range(n):
+            cell = g * num_rows + rows[i]
+            filled = mirror[cell]
+            columns = min(kept[i], max_columns // k) * k
+            if columns < filled:
+                mirror[cell] = columns
+                first = table_start + rows[i] * width
+                for column in range(columns, filled):
+                    mirror[first + column] = 0
+                offsets[size], lengths[size] = cell, 1
+                offsets[size + 1], lengths[size + 1] = first + columns, filled - columns
+                size += 2
     return size
 
 
 @njit(cache=True, nogil=True)
-def merge(offsets, lengths, size):
+def merge(state, size):
     """Make the journal disjoint and ascending, in place.
 
     Returns its new size, the entries of all ranges, and whether every range has stayed where it was.
     """
+    offsets, lengths = _int64s(state, OFFSETS, state[JOURNAL_SIZE]), _int64s(state, LENGTHS, state[JOURNAL_SIZE])
     kept, total = 0, 0
     ascending = True
     end = np.int64(-1)
@@ -153,8 +289,16 @@ def _is_null(mirror, offset, length):
 
 
 @njit(cache=True, nogil=True)
-def pack_changes(mirror, offsets, lengths, values_of, knows_values, first_known, size, block):
-    """As `Writes.pack_changes`, straight from the journal, which is merged: the entries used; 0: no room."""
+def pack_changes(state, knows_values, size, block):
+    """As `Writes.pack_changes`, straight from the journal, which is merged: the entries used; 0: no room.
+
+    knows_values: the journal's own values hold for its ranges of one entry behind the filled counts. Else no entry is
+    late.
+    """
+    mirror = _int32s(state, MIRROR, state[MIRROR_SIZE])
+    offsets, lengths = _int64s(state, OFFSETS, state[JOURNAL_SIZE]), _int64s(state, LENGTHS, state[JOURNAL_SIZE])
+    values_of = _int32s(state, VALUES, state[JOURNAL_SIZE])
+    first_known = state[NUM_GROUPS] * state[NUM_ROWS]
     singles = num_ranges = values = nulls = null_entries = 0
     for i in range(size):
         if lengths[i] == 1:
