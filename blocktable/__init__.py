@@ -17,8 +17,22 @@ from blocktable.errors import (
     UnknownBackendError,
     UnsupportedError,
 )
+from blocktable.exports import Export
 from blocktable.graph import KernelArguments, KernelNode, StepGraph
-from blocktable.protocols import Array, Backend, Batch, BlockStore, SlotMapper, Step, StepBuffers, Writes, ranges
+from blocktable.layouts import LAYOUTS, Layout, WidthPlan, plan_width
+from blocktable.protocols import (
+    Array,
+    Backend,
+    Batch,
+    BlockStore,
+    ExportBuffers,
+    ExportingStore,
+    SlotMapper,
+    Step,
+    StepBuffers,
+    Writes,
+    ranges,
+)
 from blocktable.registry import BackendInfo, get_backend, list_backends
 from blocktable.staging import StagingRing, StepMarks, pack_writes, staged_entries, staging_mode, steady_entries
 from blocktable.streams import address_of, stream_handle
@@ -29,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CAPABILITIES",
     "GROUP_FIELDS",
+    "LAYOUTS",
     "NULL_BLOCK_ID",
     "PAD_SLOT_ID",
     "PROTOCOL_VERSION",
@@ -46,9 +61,13 @@ __all__ = [
     "ConfigError",
     "ContextParallel",
     "DtypeError",
+    "Export",
+    "ExportBuffers",
+    "ExportingStore",
     "KVCacheGroup",
     "KernelArguments",
     "KernelNode",
+    "Layout",
     "RowCapacityError",
     "RowIndexError",
     "SlotLocation",
@@ -60,11 +79,13 @@ __all__ = [
     "StepMarks",
     "UnknownBackendError",
     "UnsupportedError",
+    "WidthPlan",
     "Writes",
     "address_of",
     "get_backend",
     "list_backends",
     "pack_writes",
+    "plan_width",
     "ranges",
     "row_capacity",
     "row_width",

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.constants import NULL_BLOCK_ID
+from blocktable.layouts import Layout
 
 CHANGES_HEADER = 5
 """int32 entries before the data of packed changes."""
@@ -53,6 +54,7 @@ class Batch:
         num_computed_tokens: [num_reqs] int32. Batch index -> tokens computed before this step (R11).
         num_positions: entries of `positions`; an array may not say it itself.
         wants_tables: whether a fused step must gather; else the caller is given the table's own rows (R10).
+        seq_lens: [num_reqs] int32. Batch index -> tokens of the sequence, for exports that need it (R27).
     """
 
     idx_mapping: Array | None
@@ -63,6 +65,7 @@ class Batch:
     num_computed_tokens: Array | None = None
     num_positions: int = 0
     wants_tables: bool = True
+    seq_lens: Array | None = None
 
 
 class Writes:
@@ -227,11 +230,51 @@ class Step:
     slot_mappings: tuple[Array, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class ExportBuffers:
+    """The arrays of one export, made by the core. Addresses and strides never change; callers only read (R25).
+
+    Attributes:
+        layout: what it holds.
+        groups: the groups, of one geometry: equal block sizes, width and sharding.
+        width: columns that a batch row may export.
+        capacity: "csr", "token_csr": entries of each group's indices; else 0.
+        num_kernel_blocks: "inverse_map": kernel blocks of each group's cache; else 0.
+        members: [num_groups] int32. `groups` on the device.
+        counts: [2 * max_num_reqs + 2] int32, the backend's own. Entries of each batch row; those of the call before;
+            all of them together; all of the call before.
+        entries: by kind, C-contiguous; None for "lengths".
+            "table": [num_groups, max_num_reqs, width] of the layout's dtype.
+            "kv_offsets": [num_groups, max_num_reqs, 2, width] int32.
+            "csr", "token_csr": [num_groups, capacity] int32.
+            "inverse_map": [num_groups, max_num_reqs, num_kernel_blocks] int32.
+            "state": [num_groups, max_num_reqs, num_columns] of the layout's dtype; for the first column
+            [num_groups, max_num_reqs], which is the same memory.
+        indptr: "csr", "token_csr": [max_num_reqs + 1] int32. First entry of each request, and their number.
+        last_page_lens: "csr", "token_csr": [max_num_reqs] int32. Tokens in each request's last kernel block.
+        lengths: "csr", "token_csr", "lengths": [max_num_reqs] int32. Tokens of each request that this rank holds.
+        mapped: "inverse_map": [num_groups, max_num_reqs, width] int32, the backend's own. The blocks in the map.
+    """
+
+    layout: Layout
+    groups: tuple[int, ...]
+    width: int
+    capacity: int
+    num_kernel_blocks: int
+    members: Array
+    counts: Array
+    entries: Array | None = None
+    indptr: Array | None = None
+    last_page_lens: Array | None = None
+    lengths: Array | None = None
+    mapped: Array | None = None
+
+
 class BlockStore(Protocol):
     """The device memory of one table.
 
-    Optional, found by capability: `step(writes, batch, out, *, stream)` ("fused_step") and
-    `export(layout, batch, out, *, stream)` ("exports").
+    Optional, found by capability: `step(writes, batch, out, *, stream)` ("fused_step") and the two methods of
+    `ExportingStore` ("exports").
     """
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
@@ -251,6 +294,24 @@ class BlockStore(Protocol):
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         """Write the batch view of every group into `out.block_tables` (R10, R11)."""
+
+
+class ExportingStore(BlockStore, Protocol):
+    """A block store with the capability "exports"."""
+
+    def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
+        """Write the batch in a layout that an attention kernel reads (R25-R31).
+
+        Args:
+            layout: that of `out`.
+            batch: `idx_mapping`, `num_reqs`, `num_computed_tokens` and `seq_lens` matter.
+            out: made by the core over this backend's `from_host`. Everything the call needs is there: it allocates
+                nothing.
+            stream: as `gather`.
+        """
+
+    def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
+        """Fill the entries with the layout's null and all else but `members` with 0, trusting nothing (R24)."""
 
 
 class SlotMapper(Protocol):

@@ -22,7 +22,20 @@ from blocktable.checks import (
 from blocktable.config import BlockTableConfig
 from blocktable.constants import PAD_SLOT_ID
 from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError, UnsupportedError
-from blocktable.protocols import Array, Backend, Batch, BlockStore, IntArray, SlotMapper, Step, StepBuffers, Writes
+from blocktable.exports import Export, ExportSets, is_batch_table, require_seq_lens, shaped
+from blocktable.layouts import Layout, check_block_size, find_layout
+from blocktable.protocols import (
+    Array,
+    Backend,
+    Batch,
+    BlockStore,
+    ExportBuffers,
+    IntArray,
+    SlotMapper,
+    Step,
+    StepBuffers,
+    Writes,
+)
 from blocktable.registry import check_backend, get_backend
 from blocktable.rows import HostRows
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
@@ -157,6 +170,7 @@ class BlockTable:
         self.num_bytes_sent: int = 0
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
+        self._exports = ExportSets(config, self.backend, device, self.store)
         is_fused = step_path != "separate" and "fused_step" in self.backend.capabilities
         self._fused_step: Any = getattr(self.store, "step", None) if is_fused else None
         self._views: weakref.WeakKeyDictionary[StepBuffers, _Views] = weakref.WeakKeyDictionary()
@@ -485,6 +499,133 @@ class BlockTable:
         self._views[buffers] = _Views()
         return buffers
 
+    # Exports.
+
+    def create_export(
+        self, layout: str | Layout, groups: int | Sequence[int] = 0, *, capacity: int | None = None
+    ) -> ExportBuffers:
+        """Allocate buffers of one layout, and compile what writes them. Waits for the device; not inside a capture.
+
+        Args:
+            layout: a layout, or the name of one of `LAYOUTS`.
+            groups: a group, or several of one geometry, whose counts are then computed once.
+            capacity: "csr", "token_csr": entries of each group's indices. None: enough for any batch.
+
+        Returns:
+            A set for `export(out=)`. Keep the object itself: `invalidate` refills the sets that live.
+
+        Raises:
+            UnsupportedError: the backend does not declare `exports`.
+            ArgumentError, ConfigError: the groups cannot be exported in this layout.
+
+        Rules: R25-R31.
+        """
+        self._require("exports", "create_export()")
+        return self._exports.create(find_layout(layout), self._exports.check_groups(groups), capacity)
+
+    def export(
+        self,
+        layout: str | Layout,
+        idx_mapping: Array | None,
+        *,
+        groups: int | Sequence[int] = 0,
+        seq_lens: Array | None = None,
+        num_reqs: int | None = None,
+        num_reqs_padded: int | None = None,
+        num_computed_tokens: Array | None = None,
+        out: ExportBuffers | StepBuffers | None = None,
+        stream: Any = None,
+    ) -> Export:
+        """Write the batch, as of the last commit, in the layout that an attention kernel reads. Modifies no row.
+
+        A layout of kind "table" that the batch table itself meets is that batch table: nothing is launched, and it
+        holds what the last `gather` or `step` wrote into the set.
+
+        Args:
+            layout: a layout, or the name of one of `LAYOUTS`.
+            idx_mapping: [num_reqs] int32. As `gather`; None: the identity.
+            groups: a group, or several of one geometry.
+            seq_lens: [num_reqs] int32. Tokens of each sequence, over all ranks, this step's included. Needed for CSR,
+                lengths, the inverse map and aligned states.
+            num_reqs: requests; needed where `idx_mapping` is None and nothing else says it.
+            num_reqs_padded: batch rows of the result, the further ones without entries. None: `num_reqs`.
+            num_computed_tokens: [num_reqs] int32. As `gather`.
+            out: what `create_export` made for this layout and these groups; or a set of this table's buffers, to which
+                one such set for each layout belongs, made at the first call. None: the table's own set of buffers.
+            stream: as `gather`.
+
+        Returns:
+            Views, the same object for the same sizes. Valid until the next call that writes the same buffers.
+
+        Raises:
+            UnsupportedError: the backend does not declare `exports`.
+            BlockTableError: the first export into a set that belongs to one of buffers, on a capturing stream.
+            ArgumentError, ConfigError, DtypeError: a bad argument. Nothing was launched.
+
+        Rules: R25-R31.
+        """
+        self._require("exports", "export()")
+        found, chosen = find_layout(layout), self._exports.check_groups(groups)
+        require_seq_lens(found, seq_lens)
+        requests = num_reqs
+        if seq_lens is not None:
+            requests = vector_length("seq_lens", seq_lens, "int32")
+            if num_reqs not in (None, requests):
+                raise ArgumentError(f"seq_lens must hold {num_reqs} entries, one a request, got {requests}.")
+            self._require_device(seq_lens)
+        checked = self._batch(idx_mapping, None, None, requests, num_reqs_padded, num_computed_tokens)
+        handle = self._stream(stream, seq_lens if idx_mapping is None else idx_mapping)
+        if isinstance(out, ExportBuffers):
+            self._exports.check_own(out)
+            if (out.layout, out.groups) != (found, chosen):
+                raise ArgumentError(
+                    f"out was made for layout {out.layout.name!r} of groups {out.groups}, not for {found.name!r} of "
+                    f"groups {chosen}."
+                )
+            target = out
+        else:
+            views, buffers = self._views_of(out), self._buffers(out)
+            if is_batch_table(self.config, found, chosen):
+                return self._batch_table_export(found, chosen, self._block_table_views(views, buffers, checked))
+            target = self._export_buffers(found, chosen, buffers, handle)
+        if found.kind != "placeholder":
+            batch = Batch(
+                idx_mapping,
+                None,
+                None,
+                checked.num_reqs,
+                checked.num_reqs_padded,
+                num_computed_tokens,
+                seq_lens=seq_lens,
+            )
+            self.store.export(found, batch, target, stream=handle)  # type: ignore[attr-defined]
+        return self._exports.view(target, checked.num_reqs_padded)
+
+    def _batch_table_export(self, layout: Layout, groups: tuple[int, ...], tables: tuple[Array, ...]) -> Export:
+        check_block_size(self.config.groups[groups[0]], [layout])
+        return Export(layout, tuple(shaped(tables[group], layout) for group in groups))
+
+    def _export_buffers(
+        self, layout: Layout, groups: tuple[int, ...], buffers: StepBuffers, stream: int | None
+    ) -> ExportBuffers:
+        """Return the export buffers that belong to a set, made at the first call."""
+        found = self._exports.find(layout, groups, buffers)
+        if found is None:
+            try:
+                self.store.write(self._no_writes(), stream=stream)  # raises where the stream is capturing (R21)
+            except BlockTableError as error:
+                raise BlockTableError(
+                    f"{layout.name!r} has no buffers here yet, and a capture cannot make them: export once before it, "
+                    "or pass out=create_export(...)."
+                ) from error
+            found = self._exports.create(layout, groups, None)
+            self._exports.keep(found, buffers)
+        return found
+
+    def _no_writes(self) -> Writes:
+        nothing = np.empty(0, np.int64)
+        return Writes(self.config.arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32))
+
     def warmup(self) -> None:
         """Compile and load everything a later step needs. Modifies no row and no set of buffers. Rules: R21."""
         nothing = np.empty(0, np.int64)
@@ -519,6 +660,7 @@ class BlockTable:
         if self._is_invalid:
             for buffers in list(self._views):
                 self.store.reset_buffers(buffers, stream=stream)
+            self._exports.reset(stream)
         return self._rows.writes()
 
     def _end_commit(self, writes: Writes) -> None:

@@ -18,7 +18,7 @@ class NumpyBackend:
 
     name = "numpy"
     protocol_version = PROTOCOL_VERSION
-    capabilities = frozenset({"int32_slots"})
+    capabilities = frozenset({"int32_slots", "exports"})
     description = "numpy (host)"
 
     def why_unavailable(self) -> str | None:

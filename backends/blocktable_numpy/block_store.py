@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, ArgumentError, Batch, BlockTableConfig, StepBuffers, Writes
+from blocktable import (
+    NULL_BLOCK_ID,
+    PAD_SLOT_ID,
+    ArgumentError,
+    Batch,
+    BlockTableConfig,
+    ExportBuffers,
+    Layout,
+    StepBuffers,
+    Writes,
+)
+from blocktable_numpy.exports import NumpyExports
 from blocktable_numpy.kernels import Ints, Shown, gather_block_tables, null_stale_columns, scatter_writes
 
 
@@ -45,6 +56,7 @@ class NumpyBlockStore:
         # Of each row's columns: how many writes changed some, and the first one that the last of these changed.
         self._versions: Ints = np.zeros_like(self.row_starts)
         self._lowest: Ints = np.zeros_like(self.row_starts)
+        self._exports = NumpyExports(self)
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
         self._note_changes(writes.offsets, writes.lengths)
@@ -94,7 +106,7 @@ class NumpyBlockStore:
         null_stale_columns(idx_mapping, self.filled, self.row_starts, out.shown, out.batch)
         gather_block_tables(
             idx_mapping,
-            self._first_columns(batch),
+            self.first_columns(batch),
             self.filled,
             self._versions,
             self._lowest,
@@ -104,7 +116,13 @@ class NumpyBlockStore:
             out.batch,
         )
 
-    def _first_columns(self, batch: Batch) -> Ints:
+    def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
+        self._exports.export(batch, out, None if batch.seq_lens is None else host_array(batch.seq_lens))
+
+    def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
+        self._exports.reset(out)
+
+    def first_columns(self, batch: Batch) -> Ints:
         """Return [num_groups, num_reqs] int64, batch index -> columns that the window has left behind (R11)."""
         first_columns = np.zeros((len(self.config.groups), batch.num_reqs), np.int64)
         if batch.num_computed_tokens is None:

@@ -333,17 +333,22 @@ class OracleTable:
         Rows behind the batch are NULL, asked for or not: nothing of an earlier, larger batch survives.
         """
         tables = []
-        for g, shape in enumerate(self.shapes):
+        for g in range(len(self.shapes)):
             batch_rows = []
             for i, row in enumerate(idx_mapping):
-                columns = self._committed_columns(g, row)
-                if shape.sliding_window is not None and num_computed_tokens is not None:
-                    passed = self._passed_columns(shape, num_computed_tokens[i])
-                    columns = [NULL] * min(passed, len(columns)) + columns[passed:]
-                batch_rows.append(self._wide(g, columns))
+                computed = None if num_computed_tokens is None else num_computed_tokens[i]
+                batch_rows.append(self._wide(g, self.batch_columns(g, row, computed)))
             batch_rows += [self._wide(g, []) for _ in range(self.num_rows - len(idx_mapping))]
             tables.append(batch_rows)
         return tables
+
+    def batch_columns(self, group: int, row: int, num_computed_tokens: int | None = None) -> list[int]:
+        """Return the column list that a batch shows of a row; a dummy's is empty (R10, R11)."""
+        shape, columns = self.shapes[group], self.committed_columns(group, row)
+        if shape.sliding_window is None or num_computed_tokens is None:
+            return columns
+        passed = self._passed_columns(shape, num_computed_tokens)
+        return [NULL] * min(passed, len(columns)) + columns[passed:]
 
     def slots(
         self, idx_mapping: Sequence[int], query_start_loc: Sequence[int], positions: Sequence[int], length: int
@@ -365,7 +370,7 @@ class OracleTable:
         if request is None:
             return Slot(PAD, "R13", token, position=position)
         shape, row = self.shapes[group], idx_mapping[request]
-        columns = self._committed_columns(group, row)
+        columns = self.committed_columns(group, row)
         found = place(shape, len(columns), position)
         if isinstance(found, str):
             return Slot(PAD, found, token, request, row, position)
@@ -381,8 +386,9 @@ class OracleTable:
     def _wide(self, group: int, columns: list[int]) -> list[int]:
         return columns + [NULL] * (self.shapes[group].width - len(columns))
 
-    def _committed_columns(self, group: int, row: int) -> list[int]:
-        return self.committed[group][row] if 0 <= row < self.num_rows else []  # outside the table: a dummy (R10)
+    def committed_columns(self, group: int, row: int) -> list[int]:
+        """Return a row's column list as of the last commit; a dummy's is empty (R10)."""
+        return self.committed[group][row] if 0 <= row < self.num_rows else []
 
     @staticmethod
     def _passed_columns(shape: Geometry, num_computed_tokens: int) -> int:

@@ -1,0 +1,265 @@
+"""The kernels of exports, as array expressions, and which of them make which layout.
+
+Batch row i stands for row `rows[i]`; every batch row behind the batch and every dummy exports nothing. An entry is
+what the batch table shows at its place (R10, R11): a kernel block id.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from blocktable import NULL_BLOCK_ID, Batch, ExportBuffers, KVCacheGroup, Layout
+from blocktable_numpy.kernels import Ints
+
+if TYPE_CHECKING:
+    from blocktable_numpy.block_store import NumpyBlockStore
+
+
+def count_entries(
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
+    lengths: Ints,  # [num_reqs] int64, batch index -> tokens that this rank holds, 0 for a dummy
+    filled: Ints,  # [num_groups, max_num_reqs] int32, row -> columns in use
+    members: Ints,  # [num_members] int32, groups of the export
+    width: int,  # columns that a batch row may export
+    tokens_per_column: int,
+    kind: str,
+    counts: Ints,  # [2 * max_num_reqs + 2] int32, written
+    out_lengths: Ints | None,  # [max_num_reqs] int32, written
+) -> None:
+    """Count what every batch row exports, and keep what it did before."""
+    # step 1: which batch row
+    max_num_reqs, num_reqs = filled.shape[1], rows.size
+    counts[max_num_reqs : 2 * max_num_reqs] = counts[:max_num_reqs]
+    counts[:max_num_reqs] = 0
+    # step 2: how many columns its row fills, in every group
+    columns = np.minimum(filled[members].min(0)[rows], width).astype(np.int64) * (rows >= 0)
+    # step 3: how many tokens of it this rank holds
+    if out_lengths is not None:
+        out_lengths[:num_reqs], out_lengths[num_reqs:] = lengths, 0
+    # step 4: store how many entries that makes
+    if kind in ("csr", "inverse_map"):
+        columns = np.minimum(-(-lengths // tokens_per_column), columns)
+    elif kind == "token_csr":
+        columns = np.minimum(lengths, columns * tokens_per_column)
+    counts[:num_reqs] = columns
+
+
+def start_requests(
+    num_reqs: int,
+    max_num_reqs: int,
+    capacity: int,  # entries of each group's indices
+    tokens_per_page: int,  # of a kernel block, or 1
+    lengths: Ints,  # [max_num_reqs] int32, tokens that this rank holds
+    counts: Ints,  # [2 * max_num_reqs + 2] int32, totals written
+    indptr: Ints,  # [max_num_reqs + 1] int32, written
+    last_page_lens: Ints,  # [max_num_reqs] int32, written
+) -> None:
+    """Write where each request's entries begin, and how many tokens its last page holds."""
+    # step 1: which request
+    request_counts = counts[:num_reqs]
+    # step 2: store how many entries lie before it
+    indptr[0] = 0
+    indptr[1 : num_reqs + 1] = np.minimum(request_counts.cumsum(dtype=np.int64), capacity)
+    indptr[num_reqs + 1 :] = indptr[num_reqs]
+    # step 3: store how many tokens its last page holds
+    pages = np.diff(indptr).astype(np.int64)
+    last_page_lens[:] = np.minimum(tokens_per_page, lengths - (pages - 1) * tokens_per_page) * (pages > 0)
+    # step 4: remember how many entries there are
+    counts[2 * max_num_reqs + 1] = counts[2 * max_num_reqs]
+    counts[2 * max_num_reqs] = indptr[max_num_reqs]
+
+
+def write_indices(
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
+    first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has left behind
+    row_starts: Ints,  # [num_groups, max_num_reqs] int64, row -> its first entry
+    arena: Ints,  # [arena.size] int32
+    members: Ints,  # [num_members] int32, groups of the export
+    tokens_per_column: int,
+    is_token_level: bool,
+    counts: Ints,  # [2 * max_num_reqs + 2] int32
+    indptr: Ints,  # [max_num_reqs + 1] int32
+    indices: Ints,  # [num_members, capacity] int32, written
+) -> None:
+    """Write the entries of all requests, one request after another, and NULL over those of a larger batch before."""
+    # step 1: which entry and group
+    total, total_before = counts[-2:]
+    for member, group in enumerate(members):
+        # step 2: NULL behind the last entry
+        indices[member, total:total_before] = NULL_BLOCK_ID
+        # step 3: which request and column
+        starts = indptr[: rows.size].astype(np.int64)
+        lengths = np.diff(indptr[: rows.size + 1])
+        request = np.repeat(np.arange(rows.size), lengths)
+        local = np.arange(total) - starts[request]
+        column = local // tokens_per_column if is_token_level else local
+        # step 4: store the entry
+        entry = arena[row_starts[group, rows[request]] + column].astype(np.int64)
+        entry[column < first_columns[group, request]] = NULL_BLOCK_ID
+        indices[member, :total] = entry * tokens_per_column + local % tokens_per_column if is_token_level else entry
+
+
+def write_table(
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
+    first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has left behind
+    row_starts: Ints,  # [num_groups, max_num_reqs] int64, row -> its first entry
+    arena: Ints,  # [arena.size] int32
+    members: Ints,  # [num_members] int32, groups of the export
+    blocks_per_kv_block: Ints,  # [num_groups] int64
+    layout: Layout,
+    counts: Ints,  # [2 * max_num_reqs + 2] int32
+    table: Ints,  # [num_members, max_num_reqs, width] or, for K and V, [num_members, max_num_reqs, 2, width], written
+) -> None:
+    """Write the columns in use of every batch row, and the layout's null behind them."""
+    # step 1: which batch row and group
+    max_num_reqs = row_starts.shape[1]
+    count, before = counts[:max_num_reqs], counts[max_num_reqs : 2 * max_num_reqs]
+    for member, group in enumerate(members):
+        # step 2: null over what an earlier batch left behind its columns
+        for i in np.flatnonzero(before > count):
+            table[member, i, ..., count[i] : before[i]] = layout.null
+        for i in np.flatnonzero(count):
+            # step 3: how many of them the window has left behind
+            start = row_starts[group, rows[i]]
+            entry = arena[start : start + count[i]].astype(np.int64)
+            entry[: first_columns[group, i]] = NULL_BLOCK_ID
+            # step 4: store the columns in use
+            stored = entry * layout.entry_scale
+            if layout.null != NULL_BLOCK_ID:
+                stored[entry < blocks_per_kv_block[group]] = layout.null
+            if layout.kind == "kv_offsets":
+                table[member, i, 0, : count[i]], table[member, i, 1, : count[i]] = stored, stored + layout.value_offset
+            else:
+                table[member, i, : count[i]] = stored
+
+
+def clear_inverse_map(
+    max_num_reqs: int,
+    counts: Ints,  # [2 * max_num_reqs + 2] int32
+    mapped: Ints,  # [num_members, max_num_reqs, width] int32, blocks of the call before
+    null: int,
+    inverse_map: Ints,  # [num_members, max_num_reqs, num_kernel_blocks] int32, written
+) -> None:
+    """Take the blocks of the call before out of every batch row's map."""
+    # step 1: which batch row and group
+    before = counts[max_num_reqs : 2 * max_num_reqs]
+    for i in np.flatnonzero(before):
+        for member in range(mapped.shape[0]):
+            # step 2: forget the column of every block that it held
+            blocks = mapped[member, i, : before[i]]
+            inverse_map[member, i, blocks[(blocks >= 0) & (blocks < inverse_map.shape[2])]] = null
+
+
+def write_inverse_map(
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
+    first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has left behind
+    row_starts: Ints,  # [num_groups, max_num_reqs] int64, row -> its first entry
+    arena: Ints,  # [arena.size] int32
+    members: Ints,  # [num_members] int32, groups of the export
+    blocks_per_kv_block: Ints,  # [num_groups] int64
+    counts: Ints,  # [2 * max_num_reqs + 2] int32
+    mapped: Ints,  # [num_members, max_num_reqs, width] int32, written
+    inverse_map: Ints,  # [num_members, max_num_reqs, num_kernel_blocks] int32, written
+) -> None:
+    """Write the column of every block that a batch row's tokens lie in."""
+    # step 1: which batch row and group
+    count = counts[: row_starts.shape[1]]
+    for i in np.flatnonzero(count):
+        for member, group in enumerate(members):
+            # step 2: how many of its columns the window has left behind
+            start = row_starts[group, rows[i]]
+            block = arena[start : start + count[i]].copy()
+            block[: first_columns[group, i]] = NULL_BLOCK_ID
+            # step 3: remember its blocks
+            mapped[member, i, : count[i]] = block
+            # step 4: store the column of each block, the last one of a block that stands there twice
+            column = np.flatnonzero((block >= blocks_per_kv_block[group]) & (block < inverse_map.shape[2]))
+            np.maximum.at(inverse_map[member, i], block[column], column)
+
+
+def gather_state_indices(
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
+    seq_lens: Ints | None,  # [num_reqs] int32, batch index -> tokens of the sequence
+    filled: Ints,  # [num_groups, max_num_reqs] int32, row -> columns in use
+    row_starts: Ints,  # [num_groups, max_num_reqs] int64, row -> its first entry
+    arena: Ints,  # [arena.size] int32
+    members: Ints,  # [num_members] int32, groups of the export
+    tokens_per_column: int,
+    layout: Layout,
+    states: Ints,  # [num_members, max_num_reqs, num_columns] of the layout's dtype, written
+) -> None:
+    """Write the blocks that hold every batch row's states."""
+    # step 1: which batch row, group and place
+    states[:, rows.size :] = layout.null
+    place = np.arange(layout.num_columns)
+    for member, group in enumerate(members):
+        # step 2: which column
+        columns = filled[group, rows].astype(np.int64) * (rows >= 0)
+        first = np.zeros_like(columns)
+        if layout.state_columns == "last":
+            first = np.maximum(0, columns - layout.num_columns)
+        elif layout.state_columns == "aligned":
+            assert seq_lens is not None  # the core's promise
+            first = np.maximum(0, seq_lens.astype(np.int64) - 1) // tokens_per_column
+        column = first[:, None] + place
+        # step 3: store the block, or null where there is none
+        is_filled = column < columns[:, None]
+        block = arena[row_starts[group, rows][:, None] + np.where(is_filled, column, 0)]
+        states[member, : rows.size] = np.where(is_filled & (block != NULL_BLOCK_ID), block, layout.null)
+
+
+class NumpyExports:
+    """Runs the kernels of a layout over one table."""
+
+    def __init__(self, store: NumpyBlockStore) -> None:
+        self.store = store
+        groups = store.config.groups
+        self.blocks_per_kv_block: Ints = np.array([group.blocks_per_kv_block for group in groups], np.int64)
+
+    def export(self, batch: Batch, out: ExportBuffers, seq_lens: Ints | None) -> None:
+        """Write a batch into `out`. seq_lens: [num_reqs] int32, those of the batch as a numpy array."""
+        store, layout, kind, counts = self.store, out.layout, out.layout.kind, out.counts
+        rows, first_columns = store.rows_of(batch), store.first_columns(batch)
+        spec, max_num_reqs = store.config.groups[out.groups[0]], store.config.max_num_reqs
+        tokens, table = spec.tokens_per_column, (store.row_starts, store.arena, out.members)
+        if kind == "state":
+            states = _given(out.entries).reshape(len(out.groups), max_num_reqs, layout.num_columns)
+            gather_state_indices(rows, seq_lens, store.filled, *table, tokens, layout, states)
+            return
+        lengths = self._lengths(rows, seq_lens, spec)
+        count_entries(rows, lengths, store.filled, out.members, out.width, tokens, kind, counts, out.lengths)
+        if kind in ("csr", "token_csr"):
+            by_token, indptr = kind == "token_csr", _given(out.indptr)
+            sizes = (rows.size, max_num_reqs, out.capacity, 1 if by_token else tokens)
+            start_requests(*sizes, _given(out.lengths), counts, indptr, _given(out.last_page_lens))
+            write_indices(rows, first_columns, *table, tokens, by_token, counts, indptr, _given(out.entries))
+        elif kind in ("table", "kv_offsets"):
+            entries = _given(out.entries)
+            write_table(rows, first_columns, *table, self.blocks_per_kv_block, layout, counts, entries)
+        elif kind == "inverse_map":
+            mapped, entries = _given(out.mapped), _given(out.entries)
+            clear_inverse_map(max_num_reqs, counts, mapped, layout.null, entries)
+            write_inverse_map(rows, first_columns, *table, self.blocks_per_kv_block, counts, mapped, entries)
+
+    def _lengths(self, rows: Ints, seq_lens: Ints | None, spec: KVCacheGroup) -> Ints:
+        """Return [num_reqs] int64: tokens of each request that this rank holds, 0 for dummies (R27)."""
+        if seq_lens is None:
+            return np.zeros(rows.size, np.int64)
+        lengths: Ints = np.maximum(seq_lens[: rows.size].astype(np.int64), 0) * (rows >= 0)
+        return self.store.config.context_parallel.local_lengths(lengths) if spec.is_sharded else lengths
+
+    def reset(self, out: ExportBuffers) -> None:
+        """Fill the entries with the layout's null and all else but the groups with 0."""
+        for array, value in (
+            (out.entries, out.layout.null),
+            *((array, 0) for array in (out.counts, out.indptr, out.last_page_lens, out.lengths, out.mapped)),
+        ):
+            if array is not None:
+                array.fill(value)
+
+
+def _given(array: Ints | None) -> Ints:
+    assert array is not None  # the core's promise for this kind
+    return array

@@ -1,0 +1,163 @@
+"""One export of a table under test and the oracle's, compared in whole arrays at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from blocktable import Export, Layout
+from blocktable_conformance.asserts import check, fail
+from blocktable_conformance.oracle_exports import Exported, ExportOracle
+from blocktable_conformance.pair import Pair
+from blocktable_conformance.subject import HostArray, address
+
+RULES = {
+    "table": "R26",
+    "placeholder": "R26",
+    "csr": "R27",
+    "lengths": "R27",
+    "token_csr": "R28",
+    "kv_offsets": "R29",
+    "inverse_map": "R30",
+    "state": "R31",
+}
+"""Kind of a layout -> the rule that says what it holds."""
+
+ARRAYS = ("entries", "indptr", "last_page_lens", "lengths")
+
+
+class ExportPair:
+    """A set of one layout's buffers and what it must hold.
+
+    Attributes:
+        pair: the table and its oracle.
+        layout: the layout.
+        groups: the groups.
+        out: the buffers.
+        rules: what a wrong entry breaks.
+    """
+
+    def __init__(
+        self, pair: Pair, layout: Layout, groups: Sequence[int] = (0,), *, capacity: int | None = None
+    ) -> None:
+        self.pair = pair
+        self.layout = layout
+        self.groups = tuple(groups)
+        self.out = pair.table.create_export(layout, self.groups, capacity=capacity)
+        self.rules = f"R25, {RULES[layout.kind]}"
+        self._addresses = self._current_addresses()
+        self.check_written([])
+
+    def run(
+        self,
+        idx_mapping: Sequence[int] | None,
+        seq_lens: Sequence[int] | None = None,
+        *,
+        num_reqs: int | None = None,
+        num_reqs_padded: int | None = None,
+        num_computed_tokens: Sequence[int] | None = None,
+    ) -> Export:
+        """Export a batch on both; check the whole arrays and the views."""
+        subject = self.pair.subject
+
+        def given(values: Sequence[int] | None) -> Any:
+            return None if values is None else subject.device_array(values, "int32")
+
+        result = self.pair.table.export(
+            self.layout,
+            given(idx_mapping),
+            groups=self.groups,
+            seq_lens=given(seq_lens),
+            num_reqs=num_reqs,
+            num_reqs_padded=num_reqs_padded,
+            num_computed_tokens=given(num_computed_tokens),
+            out=self.out,
+        )
+        requests = _first_length(idx_mapping, seq_lens, num_reqs)
+        mapping = range(requests) if idx_mapping is None else idx_mapping
+        self.check_written(mapping, seq_lens, num_computed_tokens=num_computed_tokens)
+        self.check_views(result, requests if num_reqs_padded is None else num_reqs_padded)
+        return result
+
+    def expected(
+        self,
+        idx_mapping: Sequence[int],
+        seq_lens: Sequence[int] | None = None,
+        num_computed_tokens: Sequence[int] | None = None,
+    ) -> Exported:
+        """Return the oracle's answer."""
+        oracle = ExportOracle(
+            *(self.pair.oracle, self.pair.config, self.layout, self.groups),
+            *(idx_mapping, seq_lens, num_computed_tokens),
+        )
+        return oracle.run(capacity=self.out.capacity, num_kernel_blocks=self.out.num_kernel_blocks)
+
+    def check_written(
+        self,
+        idx_mapping: Sequence[int],
+        seq_lens: Sequence[int] | None = None,
+        *,
+        num_computed_tokens: Sequence[int] | None = None,
+    ) -> None:
+        """Check the whole arrays against the oracle, whatever wrote them."""
+        expected = self.expected(idx_mapping, seq_lens, num_computed_tokens)
+        for name in ARRAYS:
+            array, wanted = getattr(self.out, name), getattr(expected, name)
+            check(
+                (array is None) == (wanted is None) or (name == "entries" and not wanted),
+                self.rules,
+                f"{self.layout.kind!r} must have {name} just where its rule says so.",
+            )
+            if array is not None:
+                dtype = self.layout.dtype if name == "entries" else "int32"
+                self._check_array(name, self.pair.subject.to_host(array), np.array(wanted, dtype))
+        check(self._current_addresses() == self._addresses, "R25", "an array of an export moved.")
+
+    def check_views(self, result: Export, num_rows: int) -> None:
+        """Check what a call returned: views of the buffers, as many batch rows as were asked for."""
+        out, to_host = self.out, self.pair.subject.to_host
+        is_csr = out.indptr is not None
+        check(len(result.entries) == (0 if out.entries is None else len(self.groups)), self.rules, "an array a group.")
+        for index, view in enumerate(result.entries):
+            whole = out.entries[index]  # type: ignore[index]
+            if num_rows or is_csr:
+                check(address(view) == address(whole), "R25", f"the entries of group {self.groups[index]} are a copy.")
+            rows = to_host(whole) if is_csr else to_host(whole)[:num_rows]
+            got = to_host(view)
+            check(np.array_equal(got.reshape(rows.shape), rows), "R25", f"the view of the entries is {got.shape}.")
+        for name, length in (("indptr", num_rows + 1), ("last_page_lens", num_rows), ("lengths", num_rows)):
+            view, whole = getattr(result, name), getattr(out, name)
+            check((view is None) == (whole is None), "R25", f"{name} must be there just where its rule says so.")
+            if view is not None:
+                check(np.array_equal(to_host(view), to_host(whole)[:length]), "R25", f"the view {name} is wrong.")
+
+    def _current_addresses(self) -> list[int]:
+        arrays = (getattr(self.out, name) for name in ARRAYS)
+        return [address(array) for array in arrays if array is not None]
+
+    def _check_array(self, name: str, got: HostArray, wanted: HostArray) -> None:
+        what = f"{name} of layout {self.layout.name!r} ({self.layout.kind}) of groups {self.groups}"
+        check(got.dtype == wanted.dtype, self.rules, f"{what} must be {wanted.dtype}, got {got.dtype}.")
+        check(got.shape == wanted.shape, self.rules, f"{what} must have shape {wanted.shape}, got {got.shape}.")
+        if np.array_equal(got, wanted):
+            return
+        wrong = np.argwhere(got != wanted)
+        place = tuple(int(index) for index in wrong[0])
+        around = place[:-1]
+        fail(
+            self.rules,
+            f"{what} is wrong at {place}: expected {wanted[place]}, got {got[place]}; {len(wrong)} entries differ.\n"
+            f"  expected {_shortened(wanted[around])}\n"
+            f"  got      {_shortened(got[around])}",
+        )
+
+
+def _first_length(*given: Any) -> int:
+    value = next(value for value in given if value is not None)
+    return value if isinstance(value, int) else len(value)
+
+
+def _shortened(values: HostArray) -> str:
+    return str(values.tolist()[:40])

@@ -1,0 +1,200 @@
+"""The exports of a batch in plain Python, written to be read beside docs/spec.md (R25-R31).
+
+A *batch* below is a list of rows, -1 or anything outside the table for a dummy. Every result covers all batch rows that
+the table has, asked for or not, and every group of the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from blocktable import BlockTableConfig, Layout
+from blocktable_conformance.oracle import NULL, Geometry, OracleTable, ceil_div
+
+
+@dataclass
+class Exported:
+    """What an export must hold; None where its kind has no such array.
+
+    Attributes:
+        entries: one nested list for each group, of the shape that `ExportBuffers.entries` has.
+        indptr: [max_num_reqs + 1].
+        last_page_lens: [max_num_reqs].
+        lengths: [max_num_reqs].
+    """
+
+    entries: list[Any]
+    indptr: list[int] | None = None
+    last_page_lens: list[int] | None = None
+    lengths: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One batch row.
+
+    Attributes:
+        row: its row.
+        seq_len: tokens of its sequence; 0 where none are given.
+        num_computed_tokens: tokens before this step; None where they are not given.
+    """
+
+    row: int
+    seq_len: int = 0
+    num_computed_tokens: int | None = None
+
+
+class ExportOracle:
+    """Exports one batch of a table as of its last commit.
+
+    Attributes:
+        table: the table.
+        config: its config.
+        layout: the layout.
+        groups: the groups.
+        batch: [max_num_reqs] requests; those behind the batch are dummies.
+    """
+
+    def __init__(
+        self,
+        table: OracleTable,
+        config: BlockTableConfig,
+        layout: Layout,
+        groups: Sequence[int],
+        idx_mapping: Sequence[int],
+        seq_lens: Sequence[int] | None = None,
+        num_computed_tokens: Sequence[int] | None = None,
+    ) -> None:
+        self.table = table
+        self.config = config
+        self.layout = layout
+        self.groups = list(groups)
+        self.batch = [
+            Request(
+                row,
+                0 if seq_lens is None else seq_lens[i],
+                None if num_computed_tokens is None else num_computed_tokens[i],
+            )
+            for i, row in enumerate(idx_mapping)
+        ]
+        self.batch += [Request(-1) for _ in range(table.num_rows - len(self.batch))]
+
+    @property
+    def shape(self) -> Geometry:
+        """The geometry that all groups of an export share."""
+        return self.table.shapes[self.groups[0]]
+
+    @property
+    def width(self) -> int:
+        """Columns of an export's rows (R26)."""
+        size, width = self.shape.kernel_block_size, self.shape.width
+        if self.layout.kind not in ("table", "kv_offsets"):
+            return width
+        if self.layout.exact_width:
+            ranks = self.shape.share.world_size if self.shape.share else 1
+            return ceil_div(self.config.max_model_len + self.config.lookahead_tokens, size * ranks)
+        step = self.layout.width_tokens // gcd(self.layout.width_tokens, size)
+        return ceil_div(width, step) * step
+
+    def is_dummy(self, request: Request) -> bool:
+        """Say whether a batch row stands for no row (R10)."""
+        return not 0 <= request.row < self.table.num_rows
+
+    def columns(self, group: int, request: Request) -> list[int]:
+        """Return the entries that a batch shows of a request (R10, R11), as many as every group of the export has."""
+        least = min(len(self.table.committed_columns(other, request.row)) for other in self.groups)
+        return self.table.batch_columns(group, request.row, request.num_computed_tokens)[: min(least, self.width)]
+
+    def length(self, request: Request) -> int:
+        """Return how many tokens of a request this rank holds (R27)."""
+        if self.is_dummy(request) or request.seq_len < 0:
+            return 0
+        return request.seq_len if self.shape.share is None else self.shape.share.local_length(request.seq_len)
+
+    def blocks(self, group: int, request: Request) -> list[int]:
+        """Return the entries that a request's tokens lie in (R27)."""
+        return self.columns(group, request)[: ceil_div(self.length(request), self.shape.kernel_block_size)]
+
+    def run(self, *, capacity: int = 0, num_kernel_blocks: int = 0) -> Exported:
+        """Return the export.
+
+        Args:
+            capacity: "csr", "token_csr": entries of each group's indices.
+            num_kernel_blocks: "inverse_map": entries of each request.
+        """
+        kind = self.layout.kind
+        if kind == "lengths":
+            return Exported([], lengths=[self.length(request) for request in self.batch])
+        if kind == "csr":
+            return self._csr(self.blocks, self.shape.kernel_block_size, capacity)
+        if kind == "token_csr":
+            return self._csr(self._slots, 1, capacity)
+        make: dict[str, Callable[[int, Request], Any]] = {
+            "table": self._table_row,
+            "kv_offsets": self._kv_rows,
+            "state": self._states,
+            "placeholder": lambda _group, _request: [0],
+            "inverse_map": lambda group, request: self._map_row(group, request, num_kernel_blocks),
+        }
+        return Exported([[make[kind](group, request) for request in self.batch] for group in self.groups])
+
+    # Tables (R26, R29).
+
+    def _table_row(self, group: int, request: Request) -> list[int]:
+        expansion = self.table.shapes[group].blocks_per_kv_block
+        row = []
+        for block_id in self.columns(group, request):
+            is_missing = self.layout.null != NULL and block_id < expansion
+            row.append(self.layout.null if is_missing else block_id * self.layout.entry_scale)
+        return row + [self.layout.null] * (self.width - len(row))
+
+    def _kv_rows(self, group: int, request: Request) -> list[list[int]]:
+        keys = [block_id * self.layout.entry_scale for block_id in self.columns(group, request)]
+        values = [key + self.layout.value_offset for key in keys]
+        behind = [NULL] * (self.width - len(keys))
+        return [keys + behind, values + behind]
+
+    # CSR (R27, R28).
+
+    def _slots(self, group: int, request: Request) -> list[int]:
+        size = self.shape.kernel_block_size
+        slots = [block_id * size + offset for block_id in self.columns(group, request) for offset in range(size)]
+        return slots[: self.length(request)]
+
+    def _csr(self, entries_of: Callable[[int, Request], list[int]], page_size: int, capacity: int) -> Exported:
+        indices, indptr, last_page_lens = [], [0], []
+        for request in self.batch:
+            count = min(len(entries_of(self.groups[0], request)), capacity - indptr[-1])
+            indptr.append(indptr[-1] + count)
+            rest = self.length(request) - (count - 1) * page_size
+            last_page_lens.append(min(rest, page_size) if count else 0)
+        for group in self.groups:
+            flat = [entry for request in self.batch for entry in entries_of(group, request)][:capacity]
+            indices.append(flat + [NULL] * (capacity - len(flat)))
+        return Exported(indices, indptr, last_page_lens, [self.length(request) for request in self.batch])
+
+    # The inverse map (R30).
+
+    def _map_row(self, group: int, request: Request, num_kernel_blocks: int) -> list[int]:
+        columns = [self.layout.null] * num_kernel_blocks
+        for column, block_id in enumerate(self.blocks(group, request)):
+            if self.table.shapes[group].blocks_per_kv_block <= block_id < num_kernel_blocks:
+                columns[block_id] = column
+        return columns
+
+    # States (R31).
+
+    def _states(self, group: int, request: Request) -> Any:
+        columns = self.table.committed_columns(group, request.row)
+        first = {
+            "first": 0,
+            "last": max(0, len(columns) - self.layout.num_columns),
+            "aligned": max(0, request.seq_len - 1) // self.shape.kernel_block_size,
+        }[self.layout.state_columns]
+        found = columns[first : first + self.layout.num_columns]
+        states = [self.layout.null if block_id == NULL else block_id for block_id in found]
+        states += [self.layout.null] * (self.layout.num_columns - len(states))
+        return states[0] if self.layout.state_columns == "first" else states
