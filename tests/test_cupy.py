@@ -46,6 +46,14 @@ def test_kernels_compile_ahead_of_time(architecture: int, slot_dtype: str, featu
     assert f".target sm_{architecture}" in ptx
     for name in KERNELS:
         assert f".entry {name}(" in ptx
+    # The fused step's kernels, and no other, overlap: a plain kernel that waited would wait for nothing.
+    bodies = {body.partition("(")[0]: body for body in ptx.split(".entry ")[1:]}
+    for name, body in bodies.items():
+        overlaps = architecture >= 90 and name.startswith(("apply_changes", "step_batch"))
+        assert ("griddepcontrol" in body) == overlaps, name
+        # The read-only path, which may hold on to what it has read, is not for what another kernel still writes.
+        if overlaps and name.startswith("step_batch"):
+            assert body.count("griddepcontrol.wait") >= 2
 
 
 def _compile_by_nvcc(architecture: int, options: list[str], folder: Path) -> str | None:

@@ -419,7 +419,17 @@ def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest
         calls.append(("launch", stream))
         return (0,)
 
+    edges: list[tuple[int, int, int]] = []
+
+    def add_edge(graph: int, before: list[int], after: list[int], data: list[Any], count: int) -> tuple[int]:
+        assert data[0].from_port == int(data[0].type)
+        edges.append((before[0], after[0], int(data[0].type)))
+        return (0,)
+
     answers: dict[str, Any] = {
+        "cuGraphAddDependencies": add_edge,
+        "cuCtxGetDevice": lambda: (0, 0),
+        "cuDeviceGetAttribute": lambda kind, device: (0, 9),
         "cuGraphCreate": lambda flags: (0, 1),
         "cuGraphInstantiate": lambda graph, flags: (0, 2),
         "cuGraphAddKernelNode": lambda graph, before, count, params: (0, int(params.func)),
@@ -435,11 +445,16 @@ def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest
         SimpleNamespace(handle=handle, layout=layout, num_threads=128, shared_bytes=16, scratch=(0, 0))
         for handle, layout in layouts.items()
     )
-    runner = fused_step.GraphRunner((first, second))
+    runner = fused_step.GraphRunner((first, second), overlaps=True)
+    assert edges == [(77, 88, 1)]  # at the port and of the kind that let the second start before the first has ended
+    edges.clear()
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda kind, device: (0, 8))
+    fused_step.GraphRunner((first, second), overlaps=True)
+    assert edges == [(77, 88, 0)]
     stream, high = SimpleNamespace(cuda_stream=5), 2**46 + 8
-    step = (4, (7, high))
-    runner.run(((3, (high, 2, 3)), step), stream)
-    runner.run(((3, (high, 2, 3)), step), stream)  # equal, if not the same
+    step, apply = (4, (7, high)), (3, (high, 2, 3))
+    runner.run((apply, step), stream)
+    runner.run((apply, step), stream)
     runner.run(((2, (high, 2, 3)), step), stream)
     assert calls == [
         (77, 3, 128, 16, [high, 2, 3, 0, 0]),

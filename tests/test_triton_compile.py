@@ -22,7 +22,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "null_stale_columns": {"TILE": 1024},
     "gather_block_tables": {"FEATURES": 63, "TILE": 1024},
     "map_slots": {"FEATURES": 63, "IS_LONG": False, "TILE": 128},
-    "apply_changes": {"TILE": 128},
+    "apply_changes": {"FEATURES": 0, "TILE": 128},
     "step_batch": {"FEATURES": 63, "IS_LONG": False, "TILE": 128, "ROWS": 4, "ROW_TILE": 256},
 }
 LONG = {"FEATURES": 63, "IS_LONG": True, "TILE": 1024}
@@ -34,6 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "map_slots long plain": {**LONG, "FEATURES": 0},
     "step_batch plain": {**CONSTANTS["step_batch"], "FEATURES": 0},
     "step_batch long": {**CONSTANTS["step_batch"], **LONG},
+    "apply_changes overlapping": {"FEATURES": 64, "TILE": 128},
+    "step_batch overlapping": {**CONSTANTS["step_batch"], "FEATURES": 64},
 }
 KERNELS = tuple(CONSTANTS)
 WITH_SLOTS = ("map_slots", "step_batch")
@@ -43,7 +45,14 @@ TARGETS = {
     "sm_100": (("cuda", 100, 32), "ptx", ".target sm_100"),
     "gfx942": (("hip", "gfx942", 64), "amdgcn", "gfx942"),
 }
+OVERLAPPING = ("sm_90", "sm_100")
 SLOT_TYPES = ("int64", "int32")
+
+
+def targets_of(variant: str) -> tuple[str, ...]:
+    """Return what a variant can be compiled for."""
+    return OVERLAPPING if variant.endswith("overlapping") else tuple(TARGETS)
+
 
 # Each would be a kernel of its own if a launch were specialised: 0, 1, multiples of 16, odd ones, beyond 32 bits.
 VALUES = (0, 1, 2, 16, 17, 33, 2**31 - 1)
@@ -64,8 +73,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "target"), [(variant, target) for variant in VARIANTS for target in targets_of(variant)]
+)
 def test_kernels_compile_ahead_of_time(compiled: dict[str, Any], variant: str, target: str) -> None:
     name = variant.partition(" ")[0]
     for slot_type in SLOT_TYPES if name in WITH_SLOTS else ("",):
@@ -73,6 +83,23 @@ def test_kernels_compile_ahead_of_time(compiled: dict[str, Any], variant: str, t
         assert TARGETS[target][2] in text
         assert name in text
         assert size > 1000
+
+
+@pytest.mark.parametrize("target", OVERLAPPING)
+def test_an_overlapping_step_waits_before_it_reads_what_the_changes_write(
+    compiled: dict[str, Any], target: str
+) -> None:
+    """Rules: R9."""
+    apply, _ = compiled["binaries"][f"apply_changes overlapping {target} "]
+    assert apply.index("griddepcontrol.launch_dependents") < apply.index("ld.global")
+    step, _ = compiled["binaries"][f"step_batch overlapping {target} int64"]
+    assert step.count("griddepcontrol.wait") == 3  # one each for the gather, the slots and the mark
+    before, *behind = step.split("griddepcontrol.wait")
+    assert "st.global" not in before
+    for part in behind:
+        assert "ld.global" in part
+    plain, _ = compiled["binaries"][f"step_batch plain {target} int64"]
+    assert "griddepcontrol" not in plain
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
@@ -152,7 +179,8 @@ def _binaries(triton: Any, make_target: Any) -> dict[str, tuple[str, int]]:
         signature = {parameter.name: parameter.annotation for parameter in function.params}
         for slot_type in SLOT_TYPES if name in WITH_SLOTS else ("",):
             slots = {"SLOT_T": getattr(tl, slot_type)} if slot_type else {}
-            for target, (place, stage, _) in TARGETS.items():
+            for target in targets_of(variant):
+                place, stage, _ = TARGETS[target]
                 source = triton.compiler.ASTSource(function, signature, constexprs={**slots, **constants})
                 options = {"num_warps": 4, "enable_fp_fusion": False}
                 binary = triton.compile(source, target=make_target(*place), options=options)

@@ -30,6 +30,7 @@ from blocktable_triton.kernels import (
     EMULATED_TILE,
     LONG_TILE,
     MAX_INT32,
+    OVERLAPS,
     TILE,
     apply_changes,
     gather_block_tables,
@@ -118,10 +119,11 @@ class TritonBlockStore:
         config = self.config
         self.step_rows = 2 if emulated else STEP_ROWS
         slot_type, row_tile = getattr(tl, config.slot_dtype), EMULATED_TILE if emulated else STEP_ROW_TILE
+        overlaps = int(OVERLAPS.value) if self.device.can_overlap else 0
         kernels = (
-            self.device.kernel(apply_changes, self.tiles[0]),
+            self.device.kernel(apply_changes, overlaps, self.tiles[0]),
             self.device.kernel(
-                *(step_batch, slot_type, self.features, self.is_long, self.tiles[self.is_long]),
+                *(step_batch, slot_type, self.features | overlaps, self.is_long, self.tiles[self.is_long]),
                 *(self.step_rows, row_tile),
             ),
         )

@@ -120,6 +120,7 @@ class HostDevice:
     kernel_type: Callable[..., Any] = EmulatedKernel
     step_runner: Callable[..., Any] = HostRunner
     graph_problem = ""
+    can_overlap = False  # whether a kernel may start while the one before it runs
 
     def __init__(self, place: int = 0, staging: str = "auto") -> None:
         self.device = torch.device("cpu")
@@ -286,6 +287,11 @@ class TorchDevice(HostDevice):
 
     def is_current(self) -> bool:
         return int(torch._C._cuda_getDevice()) == self.index  # torch.cuda.current_device() costs some 2 us
+
+    @cached_property
+    def can_overlap(self) -> bool:  # type: ignore[override]
+        """Whether a kernel may start while the one before it runs: NVIDIA GPUs of compute capability 9 and newer."""
+        return torch.version.hip is None and torch.cuda.get_device_capability(self.index)[0] >= 9
 
     @cached_property
     def graph_problem(self) -> str:  # type: ignore[override]

@@ -22,7 +22,7 @@ Launch = tuple[int, tuple[int, ...]]
 class HostRunner:
     """Runs the two kernels of the emulation, one after the other."""
 
-    def __init__(self, kernels: tuple[Any, Any]) -> None:
+    def __init__(self, kernels: tuple[Any, Any], *, overlaps: bool) -> None:
         self._kernels = kernels
 
     def run(self, launches: tuple[Launch, Launch], stream: Any) -> None:
@@ -32,16 +32,21 @@ class HostRunner:
 
 
 class GraphRunner:
-    """Launches the two kernels as one graph, whose nodes take new parameters where they have changed."""
+    """Launches the two kernels as one graph, whose nodes take new parameters where they have changed.
 
-    def __init__(self, kernels: tuple[Any, Any]) -> None:
+    Args:
+        kernels: apply_changes and step_batch.
+        overlaps: whether they are compiled for an overlap.
+    """
+
+    def __init__(self, kernels: tuple[Any, Any], *, overlaps: bool) -> None:
         self._kernels = kernels  # Triton unloads what nobody holds
         self._arguments = [KernelArguments(kernel.layout) for kernel in kernels]
         self._nodes = [
             KernelNode(kernel.handle, arguments.addresses, kernel.num_threads, kernel.shared_bytes)
             for kernel, arguments in zip(kernels, self._arguments, strict=True)
         ]
-        self._graph = StepGraph(self._nodes)
+        self._graph = StepGraph(self._nodes, overlaps=overlaps)
         self._present: list[Launch | None] = [None, None]
 
     def run(self, launches: tuple[Launch, Launch], stream: Any) -> None:
@@ -82,7 +87,7 @@ class FusedStep:
         self._slot_parts, self._rows = max(parts, 1), store.step_rows
         self._max_num_reqs = config.max_num_reqs
         self._address = store.device.address
-        self._runner = store.device.step_runner(store.step_kernels)
+        self._runner = store.device.step_runner(store.step_kernels, overlaps=store.device.can_overlap)
         self._step: Launch = (0, ())
         self.batch: Batch | None = None
 

@@ -48,6 +48,7 @@ HAS_NULL_PADS = tl.constexpr(4)  # a group's null_is_pad is set
 HAS_WINDOWS = tl.constexpr(8)  # a group has a sliding window
 HAS_ODD_SIZES = tl.constexpr(16)  # a group's tokens_per_column is no power of two
 HAS_LARGE_POSITIONS = tl.constexpr(32)  # a position that has a slot may not fit 32 bits
+OVERLAPS = tl.constexpr(64)  # step_batch may start before apply_changes has ended, and waits for that (CUDA, sm_90)
 
 # Places in a row of `group_fields`.
 TABLE_START = tl.constexpr(GROUP_FIELDS.index("table_start"))
@@ -510,6 +511,8 @@ def _map_tile(
     end = tl.load(start_ptr + request + 1, mask=is_guess, other=0)
     row = _row_of(idx_mapping, tl.where(is_guess, request, -1), num_reqs, max_num_reqs)
     position = tl.load(position_ptr + token, mask=lane < num_positions - first, other=-1)
+    if OVERLAPS & FEATURES:  # all so far is nothing that apply_changes writes
+        tl.extra.cuda.gdc_wait()
     num_tokens = tl.maximum(tl.minimum(end_of_tokens, tl.minimum(num_positions, num_slots)), 0)
     # step 2: PAD behind the last real token
     is_valid = lane < num_tokens - first
@@ -712,9 +715,12 @@ def apply_changes(
     copy_parts: tl.int32,  # programs that copy the counts of one group; programs behind all of them write
     mark: tl.int64,  # of this step; 0: the host waits for none
     last_mark: tl.int64,  # [1] int64, written
+    FEATURES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Write the changes of a commit into the arena, and copy the counts that step_batch reads and replaces."""
+    if OVERLAPS & FEATURES:
+        tl.extra.cuda.gdc_launch_dependents()
     change_ptr, arena_ptr, batch_ptr = _pointer(changes, tl.int32), _pointer(arena, tl.int32), _pointer(batch, tl.int32)
     program, copy_programs = tl.program_id(0), num_groups * copy_parts
     if program < copy_programs:
@@ -784,6 +790,8 @@ def step_batch(
     arena_ptr, batch_ptr = _pointer(arena, tl.int32), _pointer(batch, tl.int32)
     program, gather_programs = tl.program_id(0), gather_parts * num_groups
     if program < gather_programs:
+        if OVERLAPS & FEATURES:
+            tl.extra.cuda.gdc_wait()
         held_rows = tl.load(batch_ptr + arena_size + 1)
         tl.store(batch_ptr + arena_size, num_reqs_padded, mask=program == 0)
         g = _divide(program, gather_parts)
@@ -820,6 +828,8 @@ def step_batch(
             first_row += gather_parts * ROWS
             num_rows = tl.maximum(held_rows, num_reqs_padded)
     elif program == tl.num_programs(0) - 1:
+        if OVERLAPS & FEATURES:
+            tl.extra.cuda.gdc_wait()
         mark = tl.load(_pointer(last_mark, tl.int64))
         # apply_changes is done: the host may use the changes' memory again
         tl.store(_pointer(shown_mark, tl.int64), mark, mask=mark > 0)
