@@ -521,7 +521,9 @@ class BlockTable:
         Rules: R25-R31.
         """
         self._require("exports", "create_export()")
-        return self._exports.create(find_layout(layout), self._exports.check_groups(groups), capacity)
+        found, chosen = find_layout(layout), self._exports.check_groups(groups)
+        self._refuse_capture(found, self._stream(None, None))
+        return self._exports.create(found, chosen, capacity)
 
     def export(
         self,
@@ -559,7 +561,8 @@ class BlockTable:
 
         Raises:
             UnsupportedError: the backend does not declare `exports`.
-            BlockTableError: the first export into a set that belongs to one of buffers, on a capturing stream.
+            BlockTableError: the first export into a set that belongs to one of buffers, or host arrays, on a capturing
+                stream.
             ArgumentError, ConfigError, DtypeError: a bad argument. Nothing was launched.
 
         Rules: R25-R31.
@@ -611,20 +614,22 @@ class BlockTable:
         """Return the export buffers that belong to a set, made at the first call."""
         found = self._exports.find(layout, groups, buffers)
         if found is None:
-            try:
-                self.store.write(self._no_writes(), stream=stream)  # raises where the stream is capturing (R21)
-            except BlockTableError as error:
-                raise BlockTableError(
-                    f"{layout.name!r} has no buffers here yet, and a capture cannot make them: export once before it, "
-                    "or pass out=create_export(...)."
-                ) from error
+            self._refuse_capture(layout, stream)
             found = self._exports.create(layout, groups, None)
             self._exports.keep(found, buffers)
         return found
 
-    def _no_writes(self) -> Writes:
+    def _refuse_capture(self, layout: Layout, stream: int | None) -> None:
+        """Refuse to make buffers on a capturing stream, which shows by a write of nothing (R21)."""
         nothing = np.empty(0, np.int64)
-        return Writes(self.config.arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32))
+        no_writes = Writes(self.config.arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32))
+        try:
+            self.store.write(no_writes, stream=stream)
+        except BlockTableError as error:
+            raise BlockTableError(
+                f"Buffers of layout {layout.name!r} cannot be made inside a capture: export once before it, or call "
+                "create_export() before it and pass its result as out=."
+            ) from error
 
     def warmup(self) -> None:
         """Compile and load everything a later step needs. Modifies no row and no set of buffers. Rules: R21."""

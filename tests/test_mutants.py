@@ -21,6 +21,7 @@ sys.path.insert(0, str(MUTANTS))
 try:
     import wrong_backends
     import wrong_core
+    import wrong_exports
 finally:
     sys.path.remove(str(MUTANTS))
 
@@ -54,6 +55,28 @@ def test_the_plain_backend_passes(kernel_verdicts: dict[str, dict[str, Any]]) ->
 @pytest.mark.parametrize(("name", "rule"), wrong_backends.CAUGHT_BY.items())
 def test_a_wrong_backend_is_caught(kernel_verdicts: dict[str, dict[str, Any]], name: str, rule: str) -> None:
     check_caught(kernel_verdicts[name], rule)
+
+
+@pytest.fixture(scope="module")
+def export_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("exports") / "verdict.json"
+    names = [f"wrong_exports:{name}" for name in wrong_exports.CAUGHT_BY]
+    selection = "test_exports.py and not equal_the_oracle and not equals_the_batch_table"
+    subprocess.run(
+        [*SUITE, "plain_exports:PlainExportBackend", *names, f"--verdict={path}", "-q", "--tb=no", "-k", selection],
+        cwd=MUTANTS,
+        stdout=subprocess.DEVNULL,
+    )
+    return {verdict["backend"].partition(":")[2]: verdict for verdict in json.loads(path.read_text())}
+
+
+def test_plain_exports_pass(export_verdicts: dict[str, dict[str, Any]]) -> None:
+    assert export_verdicts["PlainExportBackend"]["is_pass"], export_verdicts["PlainExportBackend"]["failures"]
+
+
+@pytest.mark.parametrize(("name", "rule"), wrong_exports.CAUGHT_BY.items())
+def test_a_wrong_export_is_caught(export_verdicts: dict[str, dict[str, Any]], name: str, rule: str) -> None:
+    check_caught(export_verdicts[name], rule)
 
 
 @pytest.fixture(scope="module")

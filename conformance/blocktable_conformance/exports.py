@@ -100,8 +100,14 @@ class ExportPair:
         seq_lens: Sequence[int] | None = None,
         *,
         num_computed_tokens: Sequence[int] | None = None,
+        rules: str = "",
     ) -> None:
-        """Check the whole arrays against the oracle, whatever wrote them."""
+        """Check the whole arrays against the oracle, whatever wrote them.
+
+        Args:
+            idx_mapping, seq_lens, num_computed_tokens: the batch.
+            rules: what a wrong entry breaks besides R25 and the rule of the kind.
+        """
         expected = self.expected(idx_mapping, seq_lens, num_computed_tokens)
         for name in ARRAYS:
             array, wanted = getattr(self.out, name), getattr(expected, name)
@@ -112,7 +118,7 @@ class ExportPair:
             )
             if array is not None:
                 dtype = self.layout.dtype if name == "entries" else "int32"
-                self._check_array(name, self.pair.subject.to_host(array), np.array(wanted, dtype))
+                self._check_array(name, self.pair.subject.to_host(array), np.array(wanted, dtype), rules)
         check(self._current_addresses() == self._addresses, "R25", "an array of an export moved.")
 
     def check_views(self, result: Export, num_rows: int) -> None:
@@ -137,7 +143,7 @@ class ExportPair:
         arrays = (getattr(self.out, name) for name in ARRAYS)
         return [address(array) for array in arrays if array is not None]
 
-    def _check_array(self, name: str, got: HostArray, wanted: HostArray) -> None:
+    def _check_array(self, name: str, got: HostArray, wanted: HostArray, rules: str) -> None:
         what = f"{name} of layout {self.layout.name!r} ({self.layout.kind}) of groups {self.groups}"
         check(got.dtype == wanted.dtype, self.rules, f"{what} must be {wanted.dtype}, got {got.dtype}.")
         check(got.shape == wanted.shape, self.rules, f"{what} must have shape {wanted.shape}, got {got.shape}.")
@@ -147,7 +153,7 @@ class ExportPair:
         place = tuple(int(index) for index in wrong[0])
         around = place[:-1]
         fail(
-            self.rules,
+            f"{rules}, {self.rules}" if rules else self.rules,
             f"{what} is wrong at {place}: expected {wanted[place]}, got {got[place]}; {len(wrong)} entries differ.\n"
             f"  expected {_shortened(wanted[around])}\n"
             f"  got      {_shortened(got[around])}",

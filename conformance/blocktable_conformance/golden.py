@@ -12,12 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blocktable import BlockTable, BlockTableConfig, BlockTableError, ContextParallel, KVCacheGroup
+import numpy as np
+
+from blocktable import (
+    BlockTable,
+    BlockTableConfig,
+    BlockTableError,
+    ContextParallel,
+    ExportBuffers,
+    KVCacheGroup,
+    Layout,
+)
 from blocktable_conformance.oracle import OracleTable, Refused
+from blocktable_conformance.oracle_exports import ExportOracle
 from blocktable_conformance.subject import Subject
 
-FORMAT = 1
-"""Version of the file format."""
+FORMATS = (1, 2)
+"""Versions of the file format that this suite reads. Format 2 has the call `export` besides."""
 
 FOLDER = Path(__file__).parent / "vectors"
 
@@ -47,13 +58,18 @@ class Vector:
     def __repr__(self) -> str:
         return self.id
 
+    @property
+    def has_exports(self) -> bool:
+        """Whether a backend needs the capability `exports` for it."""
+        return any(operation["call"] == "export" for operation in self.operations)
+
 
 def load() -> Iterator[Vector]:
     """Read every vector of every file."""
     for path in sorted(FOLDER.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise ValueError(f"{path.name} has format {content['format']}, this suite reads format {FORMAT}.")
+        if content["format"] not in FORMATS:
+            raise ValueError(f"{path.name} has format {content['format']}, this suite reads formats {FORMATS}.")
         for fields in content["vectors"]:
             yield Vector(**{"raises": None, "operations": []} | fields)
 
@@ -68,6 +84,15 @@ def config_of(fields: dict[str, Any]) -> BlockTableConfig:
     groups = [KVCacheGroup(**group) for group in options.pop("groups")]
     share = ContextParallel(**options.pop("context_parallel", {}))
     return BlockTableConfig(groups=groups, context_parallel=share, **options)
+
+
+def layout_of(fields: dict[str, Any]) -> Layout:
+    """Return the layout that the fields describe."""
+    return Layout(name="vector", consumer="a golden vector", **fields)
+
+
+EXPORTED = ("entries", "indptr", "last_page_lens", "lengths")
+"""What an export answers: whole arrays, those that its kind has."""
 
 
 class OracleAnswers:
@@ -108,6 +133,23 @@ class OracleAnswers:
             **self._slots(**args),
         }
 
+    def _export(
+        self,
+        layout: dict[str, Any],
+        groups: list[int],
+        idx_mapping: list[int],
+        seq_lens: list[int] | None = None,
+        num_computed_tokens: list[int] | None = None,
+        capacity: int = 0,
+        num_kernel_blocks: int = 0,
+    ) -> Answer:
+        oracle = ExportOracle(
+            self.oracle, self.config, layout_of(layout), groups, idx_mapping, seq_lens, num_computed_tokens
+        )
+        exported = oracle.run(capacity=capacity, num_kernel_blocks=num_kernel_blocks)
+        answers = {name: getattr(exported, name) for name in EXPORTED}
+        return {name: answer for name, answer in answers.items() if answer}
+
     def _slots(self, idx_mapping: list[int], query_start_loc: list[int], positions: list[int]) -> Answer:
         mappings = self.oracle.slots(idx_mapping, query_start_loc, positions, self.config.max_num_batched_tokens)
         return {"slot_mappings": [[slot.value for slot in mapping] for mapping in mappings]}
@@ -120,6 +162,7 @@ class TableAnswers:
         self.subject = subject
         self.table: BlockTable = subject.table(config)
         self.groups = range(len(config.groups))
+        self._exports: dict[str, ExportBuffers] = {}
 
     def answer(self, call: str, args: dict[str, Any]) -> Answer:
         """Do one operation and return its answer."""
@@ -155,3 +198,26 @@ class TableAnswers:
             "block_tables": [self._host(table) for table in buffers.block_tables],
             "slot_mappings": [self._host(slots) for slots in buffers.slot_mappings],
         }
+
+    def _export(
+        self,
+        layout: dict[str, Any],
+        groups: list[int],
+        idx_mapping: list[int],
+        seq_lens: list[int] | None = None,
+        num_computed_tokens: list[int] | None = None,
+        capacity: int = 0,
+        num_kernel_blocks: int = 0,
+    ) -> Answer:
+        wanted, key = layout_of(layout), json.dumps([layout, groups, capacity])
+        if key not in self._exports:  # a layout keeps its arrays: what an earlier batch left there must not show
+            self._exports[key] = self.table.create_export(wanted, groups, capacity=capacity or None)
+        out = self._exports[key]
+        lists = {"seq_lens": seq_lens, "num_computed_tokens": num_computed_tokens}
+        arrays = {
+            name: self.subject.device_array(values, "int32") for name, values in lists.items() if values is not None
+        }
+        mapping = self.subject.device_array(np.array(idx_mapping, np.int32), "int32")
+        self.table.export(wanted, mapping, groups=groups, out=out, **arrays)
+        found = {name: getattr(out, name) for name in EXPORTED}
+        return {name: self._host(array) for name, array in found.items() if array is not None}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from blocktable_conformance.golden import FOLDER, FORMAT, OracleAnswers, config_of
+from blocktable_conformance.golden import FOLDER, OracleAnswers, config_of
 
 COMMENT = (
     "Golden vectors of the block table contract (docs/spec.md); the format is described in README.md beside this file."
@@ -283,6 +283,75 @@ def refusals() -> list[Scenario]:
     ]  # fmt: skip
 
 
+def export(layout: dict[str, Any], idx_mapping: Sequence[int], groups: Sequence[int] = (0,), **args: Any) -> Operation:
+    """Return an export."""
+    return call("export", layout=layout, groups=list(groups), idx_mapping=list(idx_mapping), **args)
+
+
+def exports() -> list[Scenario]:
+    """Vectors on what attention kernels read in place of a table."""
+    csr, tokens, lengths = {"kind": "csr"}, {"kind": "token_csr"}, {"kind": "lengths"}
+    inverse_map = {"kind": "inverse_map", "null": -1}
+    kv = {"kind": "kv_offsets", "entry_scale": 2, "value_offset": 1}
+    missing = {"kind": "table", "null": -1, "dtype": "int64"}
+    first = {"kind": "state", "null": -1}
+    last = {"kind": "state", "null": -1, "state_columns": "last", "num_columns": 2}
+    aligned = {"kind": "state", "state_columns": "aligned", "num_columns": 3}
+    b4, room = block(4, num_blocks=24), {"capacity": 16}
+    windowed: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (csr, room),
+        (tokens, {"capacity": 64}),
+        (missing, {}),
+        (kv, {}),
+        (inverse_map, {"num_kernel_blocks": 24}),
+    ]
+    shared: list[tuple[dict[str, Any], dict[str, Any]]] = [(csr, {"capacity": 9}), (kv, {})]
+    ranked: list[tuple[dict[str, Any], dict[str, Any]]] = [(csr, room), (tokens, room), (lengths, {})]
+    rows = [set_row(0, [10, 11, 12]), set_row(1, [14]), set_row(2, [18, 19]), call("commit")]
+    window = block(4, num_blocks=24, sliding_window=6, null_is_pad=True)
+    hybrid = block(8, kernel_block_size=4, num_blocks=12, sliding_window=20)
+    state = block(4, slot_mode="none", blocks_per_row=3)
+    return [
+        Scenario("csr", "R27", "Edges of blocks, a dummy, an empty request, then a smaller batch", small(b4),
+                 [*rows, export(csr, [2, 0, -1, 1], seq_lens=[5, 12, 9, 4], capacity=16),
+                  export(csr, [0, 3], seq_lens=[4, 7], capacity=16), export(csr, [], seq_lens=[], capacity=16)]),
+        Scenario("csr-cut", "R27", "Lengths past the row, below 0, and a small capacity", small(b4),
+                 [*rows, export(csr, [1, 0, 2, 9], seq_lens=[6, 2147483647, -3, 1], capacity=16),
+                  export(csr, [1, 2, 0, 1], seq_lens=[3, 6, 9, 1], capacity=4)]),
+        Scenario("token-csr", "R28", "A page is a token", small(b4),
+                 [*rows, export(tokens, [2, -1, 1], seq_lens=[6, 4, 9], capacity=20),
+                  export(tokens, [1], seq_lens=[2], capacity=20)]),
+        *(Scenario(f"csr-rank-{rank}", "R19, R27, R28", "Two ranks, two tokens in turn",
+                   small(b4, context_parallel=shard(2, rank, 2)),
+                   [set_row(0, [5, 6]), set_row(1, [7]), call("commit"),
+                    *(export(layout, [0, 1, -1], seq_lens=[11, 3, 8], **options) for layout, options in ranked)])
+          for rank in range(2)),
+        Scenario("tables", "R26, R29", "-1 for every missing block; K and V entries",
+                 small(hybrid, width=3),
+                 [set_row(0, [5, 0, 7]), set_row(1, [3]), call("commit"), export(missing, [0, -1, 1]),
+                  export(kv, [0, 1]), export(kv, [1]), export(missing, [1]),
+                  export({"kind": "table", "width_tokens": 40}, [1, 0]),
+                  export({"kind": "table", "exact_width": True}, [0])]),
+        Scenario("window", "R11, R25", "A window in every layout", small(window),
+                 [*rows, *(export(layout, [0, 2, 1], seq_lens=[12, 8, 2], num_computed_tokens=[11, 7, -1], **options)
+                           for layout, options in windowed)]),
+        Scenario("inverse-map", "R30", "Repeated and NULL blocks, and a shorter batch", small(hybrid, width=3),
+                 [set_row(0, [3, 5, 9]), set_row(1, [5, 0, 5]), call("commit"),
+                  export(inverse_map, [0, 1, -1], seq_lens=[17, 24, 5], num_kernel_blocks=24),
+                  export(inverse_map, [1], seq_lens=[4], num_kernel_blocks=24)]),
+        Scenario("states", "R31", "Rows of 3, 1, 2 and 0 states, one of them NULL", small(state),
+                 [*rows[:3], call("null_range", row=2, group=0, start=0, stop=1), call("commit"),
+                  export(first, [0, 1, 2, 3]), export(first, [1]), export(last, [0, 1, -5, 2]),
+                  export(aligned, [0, 1, 2, 3], seq_lens=[5, 4, 9, 0]),
+                  export(aligned, [0, 0, 0, 1], seq_lens=[-2147483648, 1, 2147483647, -1])]),
+        Scenario("groups", "R25, R27, R29", "Groups of one geometry; where one holds less, all are cut",
+                 small(b4, window, hybrid, width=4),
+                 [set_row(0, [1, 2, 3], [4, 5, 6], [7, 8]), set_row(1, [9], [10, 11], [3]), call("commit"),
+                  *(export(layout, [1, 0, -1], groups, seq_lens=[7, 11, 4], num_computed_tokens=[6, 10, 3], **options)
+                    for groups in ([0, 1], [1, 0]) for layout, options in shared)]),
+    ]  # fmt: skip
+
+
 def histories() -> list[Scenario]:
     """Long random histories over tables of several groups, one of them for each rank of a world of two."""
     configs = [
@@ -338,13 +407,18 @@ FILES = {
     "geometry": geometry,
     "context_parallel": context_parallel,
     "refusals": refusals,
+    "exports": exports,
     "histories": histories,
 }
 
 
+FORMAT_OF = {"exports": 2}
+"""File -> its format, where it is not 1."""
+
+
 def render(name: str) -> str:
     """Return the text of one file: one line for each operation, so that a change shows as one."""
-    lines = ["{", f'"$comment": {json.dumps(COMMENT)},', f'"format": {FORMAT},', '"vectors": [']
+    lines = ["{", f'"$comment": {json.dumps(COMMENT)},', f'"format": {FORMAT_OF.get(name, 1)},', '"vectors": [']
     vectors = [scenario.answered() for scenario in FILES[name]()]
     for index, vector in enumerate(vectors):
         operations = vector.pop("operations", None)

@@ -274,6 +274,25 @@ def test_tables_by_hand(subject: Subject) -> None:
     check_values(host(narrow.run([0]).entries[0])[0], [2, 3, 4, 5, 6], "R26", "a row cut to the exact width")
 
 
+def test_null_is_all_kernel_blocks_of_block_0(subject_once: Subject) -> None:
+    """A 0 that the engine hands in for an evicted block is missing in all its columns, in tables and in maps.
+
+    Rules: R7, R26, R30.
+    """
+    group = KVCacheGroup(block_size=8, kernel_block_size=4, num_blocks=20, sliding_window=100)
+    pair = make(subject_once, group, rows=[[5, 0, 7], [0]], width=3)
+    pair.commit()
+    got = subject_once.to_host(ExportPair(pair, MISSING_IS_MINUS_1).run([0, 1]).entries[0])
+    check_values(got[0], [10, 11, -1, -1, 14, 15], "R26", "the row with block 0")
+    check_values(got[1], [-1] * 6, "R26", "the row of block 0 alone")
+    got = subject_once.to_host(ExportPair(pair, INVERSE_MAP).run([0, 1], [24, 8]).entries[0])
+    check_values(np.flatnonzero(got[0] >= 0), [10, 11, 14, 15], "R30", "the blocks in the map")
+    check(bool((got[1] == -1).all()), "R30", "block 0 must not be mapped.")
+    check_values(
+        subject_once.to_host(ExportPair(pair, TABLE).run([0]).entries[0])[0], [10, 11, 0, 1, 14, 15], "R2", "row"
+    )
+
+
 def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
     """Nothing is launched or copied where the batch table is what the layout asks for; other sets have their own.
 
@@ -472,7 +491,7 @@ def test_invalidate_refills_exports(subject_once: Subject) -> None:
         export.run([0, 1, 2], [9, 9, 9])
     pair.invalidate()
     for export in exports:
-        export.check_written([])
+        export.check_written([], rules="R24")
         export.run([1, 0], [9, 9])
 
 

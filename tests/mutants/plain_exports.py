@@ -1,0 +1,183 @@
+"""The plain backend with exports, in loops cut into steps so that a mutant can replace one; right as it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plain_backend import PlainBackend, PlainStore
+
+from blocktable import NULL_BLOCK_ID, Batch, ExportBuffers, Layout
+
+
+class ExportStore(PlainStore):
+    def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
+        if layout.kind in ("csr", "token_csr"):
+            self.write_csr(batch, out)
+        elif layout.kind == "lengths":
+            self.write_lengths(batch, out)
+        elif layout.kind == "state":
+            self.write_states(batch, out)
+        else:
+            for member in range(len(out.groups)):
+                for i in range(self.num_rows):
+                    self.write_row(batch, out, member, i)
+
+    def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
+        for array in (out.indptr, out.last_page_lens, out.lengths, out.counts):
+            if array is not None:
+                array[:] = 0
+        if out.entries is not None:
+            out.entries[:] = out.layout.null
+
+    # step: what a request exports
+
+    def num_exported_columns(self, batch: Batch, out: ExportBuffers, i: int) -> int:
+        row = self.row_of(batch, i)
+        if row is None:
+            return 0
+        return min(out.width, *(self.num_columns(group, row) for group in self.counted_groups(out)))
+
+    def counted_groups(self, out: ExportBuffers) -> tuple[int, ...]:
+        return out.groups
+
+    def entries(self, group: int, batch: Batch, i: int, count: int) -> list[int]:
+        """Return the first `count` entries that the batch shows of a request."""
+        return self.batch_row(group, batch, i)[:count]
+
+    def length(self, out: ExportBuffers, batch: Batch, i: int) -> int:
+        """Return how many tokens of a request this rank holds."""
+        if self.row_of(batch, i) is None or batch.seq_lens is None:
+            return 0
+        return self.local_length(out.groups[0], max(0, int(batch.seq_lens[i])))
+
+    def page_size(self, out: ExportBuffers) -> int:
+        return 1 if out.layout.kind == "token_csr" else self.block_tokens(out)
+
+    def block_tokens(self, out: ExportBuffers) -> int:
+        return self.config.groups[out.groups[0]].tokens_per_column
+
+    def count(self, batch: Batch, out: ExportBuffers, i: int) -> int:
+        """Return how many pages a request exports."""
+        page = self.page_size(out)
+        most = self.num_exported_columns(batch, out, i) * (self.block_tokens(out) // page)
+        return min(self.pages(self.length(out, batch, i), page), most)
+
+    def pages(self, length: int, page: int) -> int:
+        return -(-length // page)
+
+    # step: CSR
+
+    def write_csr(self, batch: Batch, out: ExportBuffers) -> None:
+        self.write_lengths(batch, out)
+        start = 0
+        for i in range(self.num_rows):
+            count = min(self.count(batch, out, i), self.room(out) - start)
+            self.store_start(batch, out, i, start, count)
+            out.last_page_lens[i] = self.last_page_len(int(out.lengths[i]), count, self.page_size(out))  # type: ignore[index]
+            for member, group in enumerate(out.groups):
+                indices = self.indices(out, group, batch, i, count)
+                room = max(0, out.capacity - start)
+                out.entries[member, start : start + count] = indices[:room]  # type: ignore[index]
+            start += count
+        out.indptr[self.num_rows] = start  # type: ignore[index]
+        self.clear_indices(out, start)
+
+    def room(self, out: ExportBuffers) -> int:
+        return out.capacity
+
+    def store_start(self, batch: Batch, out: ExportBuffers, i: int, start: int, count: int) -> None:
+        out.indptr[i] = start  # type: ignore[index]
+
+    def clear_indices(self, out: ExportBuffers, total: int) -> None:
+        out.entries[:, total:] = NULL_BLOCK_ID  # type: ignore[index]
+
+    def last_page_len(self, length: int, count: int, page: int) -> int:
+        return min(page, length - (count - 1) * page) if count else 0
+
+    def indices(self, out: ExportBuffers, group: int, batch: Batch, i: int, count: int) -> list[int]:
+        if out.layout.kind == "csr":
+            return self.entries(group, batch, i, count)
+        tokens = self.block_tokens(out)
+        blocks = self.entries(group, batch, i, -(-count // tokens))
+        return [self.slot(blocks[local // tokens], local % tokens, tokens) for local in range(count)]
+
+    def slot(self, block_id: int, offset: int, tokens: int) -> int:
+        return block_id * tokens + offset
+
+    def write_lengths(self, batch: Batch, out: ExportBuffers) -> None:
+        for i in range(self.num_rows):
+            out.lengths[i] = self.length(out, batch, i)  # type: ignore[index]
+
+    # step: rows of tables and maps
+
+    def write_row(self, batch: Batch, out: ExportBuffers, member: int, i: int) -> None:
+        group, row = out.groups[member], out.entries[member, i]  # type: ignore[index]
+        if out.layout.kind == "inverse_map":
+            self.clear_map(out, row)
+            self.map_row(group, out, row, self.entries(group, batch, i, self.count(batch, out, i)))
+            return
+        found = self.entries(group, batch, i, self.num_exported_columns(batch, out, i))
+        values = [self.table_entry(group, out.layout, block_id) for block_id in found]
+        self.clear_table(out, row)
+        if out.layout.kind == "kv_offsets":
+            row[0, : len(values)] = values
+            row[1, : len(values)] = [self.value_entry(out.layout, value) for value in values]
+        else:
+            row[: len(values)] = values
+
+    def clear_table(self, out: ExportBuffers, row: Any) -> None:
+        row[:] = out.layout.null
+
+    def table_entry(self, group: int, layout: Layout, block_id: int) -> int:
+        is_missing = layout.null != 0 and block_id < self.config.groups[group].blocks_per_kv_block
+        return layout.null if is_missing else block_id * layout.entry_scale
+
+    def value_entry(self, layout: Layout, key_entry: int) -> int:
+        return key_entry + layout.value_offset
+
+    def clear_map(self, out: ExportBuffers, row: Any) -> None:
+        row[:] = out.layout.null
+
+    def map_row(self, group: int, out: ExportBuffers, row: Any, blocks: list[int]) -> None:
+        for column, block_id in enumerate(blocks):
+            if self.is_mapped(group, block_id) and block_id < out.num_kernel_blocks:
+                row[block_id] = column
+
+    def is_mapped(self, group: int, block_id: int) -> bool:
+        return block_id >= self.config.groups[group].blocks_per_kv_block
+
+    # step: states
+
+    def write_states(self, batch: Batch, out: ExportBuffers) -> None:
+        assert out.entries is not None
+        states = out.entries.reshape(len(out.groups), self.num_rows, out.layout.num_columns)
+        for member, group in enumerate(out.groups):
+            for i in range(self.num_rows):
+                for j in range(out.layout.num_columns):
+                    states[member, i, j] = self.state(group, batch, out.layout, i, j)
+
+    def state(self, group: int, batch: Batch, layout: Layout, i: int, place: int) -> int:
+        row = self.row_of(batch, i)
+        if row is None:
+            return layout.null
+        filled = self.num_columns(group, row)
+        column = self.first_state(group, batch, layout, i, filled) + place
+        block_id = int(self.table(group)[row, column]) if column < filled else NULL_BLOCK_ID
+        return layout.null if block_id == NULL_BLOCK_ID else block_id
+
+    def first_state(self, group: int, batch: Batch, layout: Layout, i: int, filled: int) -> int:
+        if layout.state_columns == "last":
+            return max(0, filled - layout.num_columns)
+        if layout.state_columns == "aligned":
+            assert batch.seq_lens is not None
+            return self.aligned_column(int(batch.seq_lens[i]), self.config.groups[group].block_size)
+        return 0
+
+    def aligned_column(self, seq_len: int, block_size: int) -> int:
+        return max(0, seq_len - 1) // block_size
+
+
+class PlainExportBackend(PlainBackend):
+    name = "plain-exports"
+    capabilities = PlainBackend.capabilities | {"exports"}
+    store_class: type[PlainStore] = ExportStore

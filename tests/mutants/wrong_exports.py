@@ -1,0 +1,237 @@
+"""Mutants: the plain backend with one step of its exports wrong. Each says which rule must catch it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plain_exports import ExportStore, PlainExportBackend
+
+from blocktable import Batch, ExportBuffers, Layout
+
+CAUGHT_BY: dict[str, str] = {}
+"""Mutant -> the rule that a failed assertion must name."""
+
+
+def _mutant(rule: str, store: type[ExportStore]) -> Any:
+    name = store.__name__.removeprefix("_")
+    CAUGHT_BY[name] = rule
+    return type(name, (PlainExportBackend,), {"name": name, "store_class": store})
+
+
+class _LastPageIsTheRest(ExportStore):
+    """Says 0 for a full last page."""
+
+    def last_page_len(self, length: int, count: int, page: int) -> int:
+        return length % page if count else 0
+
+
+class _PagesAreRoundedDown(ExportStore):
+    def pages(self, length: int, page: int) -> int:
+        return length // page
+
+
+class _OnePageTooMany(ExportStore):
+    """Takes the block of the next token with it, where the row has one."""
+
+    def pages(self, length: int, page: int) -> int:
+        return length // page + 1 if length else 0
+
+
+class _CutPagesAreNotFull(ExportStore):
+    def last_page_len(self, length: int, count: int, page: int) -> int:
+        return (length - 1) % page + 1 if count else 0
+
+
+class _AnEmptyRequestHasAPage(ExportStore):
+    def last_page_len(self, length: int, count: int, page: int) -> int:
+        return super().last_page_len(length, count, page) if count else 1
+
+
+class _LengthsOfAllRanks(ExportStore):
+    def length(self, out: ExportBuffers, batch: Batch, i: int) -> int:
+        row = self.row_of(batch, i)
+        return 0 if row is None or batch.seq_lens is None else max(0, int(batch.seq_lens[i]))
+
+
+class _DummiesHaveLengths(ExportStore):
+    def length(self, out: ExportBuffers, batch: Batch, i: int) -> int:
+        if i >= batch.num_reqs or batch.seq_lens is None:
+            return 0
+        return self.local_length(out.groups[0], max(0, int(batch.seq_lens[i])))
+
+
+class _ADummyIsTheLastRow(ExportStore):
+    def is_row(self, row: int) -> bool:
+        return -self.num_rows <= row < self.num_rows
+
+
+class _StaleIndices(ExportStore):
+    def clear_indices(self, out: ExportBuffers, total: int) -> None:
+        """Leaves what a larger batch wrote."""
+
+
+class _StaleStarts(ExportStore):
+    def store_start(self, batch: Batch, out: ExportBuffers, i: int, start: int, count: int) -> None:
+        if i < batch.num_reqs:
+            super().store_start(batch, out, i, start, count)
+
+
+class _StartsAreCounts(ExportStore):
+    def store_start(self, batch: Batch, out: ExportBuffers, i: int, start: int, count: int) -> None:
+        super().store_start(batch, out, i, count, count)
+
+
+class _CountsOfTheFirstGroup(ExportStore):
+    def counted_groups(self, out: ExportBuffers) -> tuple[int, ...]:
+        return (out.groups[0], out.groups[0])
+
+    def entries(self, group: int, batch: Batch, i: int, count: int) -> list[int]:
+        found = super().entries(group, batch, i, count)
+        return found + [0] * (count - len(found))
+
+
+class _FirstGroupForAll(ExportStore):
+    def entries(self, group: int, batch: Batch, i: int, count: int) -> list[int]:
+        return super().entries(0, batch, i, count)
+
+
+class _BlocksForSlots(ExportStore):
+    def slot(self, block_id: int, offset: int, tokens: int) -> int:
+        return block_id
+
+
+class _WindowIgnored(ExportStore):
+    def entries(self, group: int, batch: Batch, i: int, count: int) -> list[int]:
+        row = self.row_of(batch, i)
+        found: list[int] = [] if row is None else self.table(group)[row, :count].tolist()
+        return found
+
+
+class _NullIsZero(ExportStore):
+    def clear_table(self, out: ExportBuffers, row: Any) -> None:
+        row[:] = 0
+
+
+class _NulledBlocksStay(ExportStore):
+    def table_entry(self, group: int, layout: Layout, block_id: int) -> int:
+        return block_id * layout.entry_scale
+
+
+class _NullIsOneKernelBlock(ExportStore):
+    def table_entry(self, group: int, layout: Layout, block_id: int) -> int:
+        return layout.null if block_id == 0 and layout.null != 0 else block_id * layout.entry_scale
+
+
+class _StaleTable(ExportStore):
+    def clear_table(self, out: ExportBuffers, row: Any) -> None:
+        """Leaves what a longer row wrote."""
+
+
+class _ScaleIgnored(ExportStore):
+    def table_entry(self, group: int, layout: Layout, block_id: int) -> int:
+        return super().table_entry(group, layout, block_id) // layout.entry_scale
+
+
+class _KeysForValues(ExportStore):
+    def value_entry(self, layout: Layout, key_entry: int) -> int:
+        return key_entry
+
+
+class _MapIsNotCleared(ExportStore):
+    def clear_map(self, out: ExportBuffers, row: Any) -> None:
+        """Leaves what an earlier batch mapped."""
+
+
+class _MapGoesPastTheLength(ExportStore):
+    def count(self, batch: Batch, out: ExportBuffers, i: int) -> int:
+        is_map = out.layout.kind == "inverse_map"
+        return self.num_exported_columns(batch, out, i) if is_map else super().count(batch, out, i)
+
+
+class _FirstColumnOfARepeat(ExportStore):
+    def map_row(self, group: int, out: ExportBuffers, row: Any, blocks: list[int]) -> None:
+        super().map_row(group, out, row, blocks)
+        for column, block_id in reversed(list(enumerate(blocks))):
+            if self.is_mapped(group, block_id):
+                row[block_id] = column
+
+
+class _NullIsMapped(ExportStore):
+    def is_mapped(self, group: int, block_id: int) -> bool:
+        return True
+
+
+class _LastOfTheWidth(ExportStore):
+    def first_state(self, group: int, batch: Batch, layout: Layout, i: int, filled: int) -> int:
+        width = self.config.width(group)
+        is_last = layout.state_columns == "last"
+        return width - layout.num_columns if is_last else super().first_state(group, batch, layout, i, filled)
+
+
+class _StateOfTheNextToken(ExportStore):
+    def aligned_column(self, seq_len: int, block_size: int) -> int:
+        return max(0, seq_len) // block_size
+
+
+class _StatesPastTheRow(ExportStore):
+    def state(self, group: int, batch: Batch, layout: Layout, i: int, place: int) -> int:
+        row = self.row_of(batch, i)
+        if row is None:
+            return layout.null
+        filled = self.num_columns(group, row)
+        column = min(self.first_state(group, batch, layout, i, filled) + place, self.config.width(group) - 1)
+        return int(self.table(group)[row, column]) or layout.null
+
+
+class _ExportsKeptAtWakeUp(ExportStore):
+    def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
+        """Leaves what was there."""
+
+
+class _CopiesEachCall(ExportStore):
+    def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
+        super().export(layout, batch, out, stream=stream)
+        if out.entries is not None:
+            object.__setattr__(out, "entries", out.entries.copy())
+
+
+class _CapacityIgnored(ExportStore):
+    def room(self, out: ExportBuffers) -> int:
+        return 2**31
+
+    def indices(self, out: ExportBuffers, group: int, batch: Batch, i: int, count: int) -> list[int]:
+        found = super().indices(out, group, batch, i, count)
+        return found[: max(0, out.capacity - int(out.indptr[i]))]  # type: ignore[index]
+
+
+LastPageIsTheRest = _mutant("R27", _LastPageIsTheRest)
+PagesAreRoundedDown = _mutant("R27", _PagesAreRoundedDown)
+OnePageTooMany = _mutant("R27", _OnePageTooMany)
+CutPagesAreNotFull = _mutant("R27", _CutPagesAreNotFull)
+AnEmptyRequestHasAPage = _mutant("R27", _AnEmptyRequestHasAPage)
+LengthsOfAllRanks = _mutant("R27", _LengthsOfAllRanks)
+DummiesHaveLengths = _mutant("R27", _DummiesHaveLengths)
+ADummyIsTheLastRow = _mutant("R25", _ADummyIsTheLastRow)
+StaleIndices = _mutant("R25", _StaleIndices)
+StaleStarts = _mutant("R27", _StaleStarts)
+StartsAreCounts = _mutant("R27", _StartsAreCounts)
+CountsOfTheFirstGroup = _mutant("R25", _CountsOfTheFirstGroup)
+FirstGroupForAll = _mutant("R25", _FirstGroupForAll)
+BlocksForSlots = _mutant("R28", _BlocksForSlots)
+WindowIgnored = _mutant("R25", _WindowIgnored)
+NullIsZero = _mutant("R26", _NullIsZero)
+NulledBlocksStay = _mutant("R26", _NulledBlocksStay)
+NullIsOneKernelBlock = _mutant("R26", _NullIsOneKernelBlock)
+StaleTable = _mutant("R26", _StaleTable)
+ScaleIgnored = _mutant("R26", _ScaleIgnored)
+KeysForValues = _mutant("R29", _KeysForValues)
+MapIsNotCleared = _mutant("R30", _MapIsNotCleared)
+MapGoesPastTheLength = _mutant("R30", _MapGoesPastTheLength)
+FirstColumnOfARepeat = _mutant("R30", _FirstColumnOfARepeat)
+NullIsMapped = _mutant("R30", _NullIsMapped)
+LastOfTheWidth = _mutant("R31", _LastOfTheWidth)
+StateOfTheNextToken = _mutant("R31", _StateOfTheNextToken)
+StatesPastTheRow = _mutant("R31", _StatesPastTheRow)
+ExportsKeptAtWakeUp = _mutant("R24", _ExportsKeptAtWakeUp)
+CopiesEachCall = _mutant("R25", _CopiesEachCall)
+CapacityIgnored = _mutant("R27", _CapacityIgnored)
