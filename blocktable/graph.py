@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ class KernelArguments:
     """
 
     def __init__(self, layout: str) -> None:
+        self._layout = layout
         self._packer = struct.Struct("@" + layout)
         self._memory = ctypes.create_string_buffer(self._packer.size)
         start = ctypes.addressof(self._memory)
@@ -38,6 +40,11 @@ class KernelArguments:
     def set(self, *values: int) -> None:
         """Write all of them; one that does not fit its type raises."""
         self._packer.pack_into(self._memory, 0, *values)
+
+    def setter(self, first: int, count: int) -> Callable[..., None]:
+        """Return what writes `count` of them, from number `first` on: at each step only these change."""
+        packer = struct.Struct("@" + self._layout[first : first + count])
+        return partial(packer.pack_into, self._memory, self.addresses[first] - self.addresses[0])
 
 
 class KernelNode:

@@ -143,21 +143,23 @@ def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest
         handle: kernels.signature(name, "int64") for handle, name in ((77, "apply_changes"), (88, "step_batch"))
     }
     apply_changes, step_batch = (device.GpuKernel(*item) for item in fake.kinds.items())
-    runner = fused_step.GraphRunner((apply_changes, step_batch), 128)
-    stream = SimpleNamespace(handle=5)
-    high = 2**46 + 8
-    apply = [high, 1, 2, 3, 4, 5, high + 8, 6, 7, 2**33, high + 16, 8, 2**40, high + 24]
+    stream, high = SimpleNamespace(handle=5), 2**46 + 8
+    fixed, last = (high + 8, 6, 7, 2**33, high + 16, 8), high + 24
+    runner = fused_step.GraphRunner((apply_changes, step_batch), 128, fixed, last)
     step = [high, 1, high, 1, high, high, *range(2, 6), high, 6, high, 2**33, high, high, 7, 8, 9, high, high]
-    first, second = (3, tuple(apply)), (4, tuple(step))
-    runner.run((first, second), stream)
-    runner.run((first, second), stream)
-    runner.run(((2, tuple(apply)), second), stream)
+    launch, nothing = (4, tuple(step)), (0, 0, 0, 0, 0)
+    runner.run(2, last, nothing, 0, launch, stream)
+    runner.run(2, last, nothing, 0, launch, stream)
+    runner.run(3, high, [1, 2, 3, 4, 5], 2**40, launch, stream)
+    runner.run(2, last, nothing, 0, launch, stream)
     assert fake.calls == [
-        (77, 3, 128, apply),
+        (77, 2, 128, [last, 0, 0, 0, 0, 0, *fixed, 0, last]),
         (88, 4, 128, step),
         ("launch", 5),
         ("launch", 5),
-        (77, 2, 128, apply),
+        (77, 3, 128, [high, 1, 2, 3, 4, 5, *fixed, 2**40, last]),
+        ("launch", 5),
+        (77, 2, 128, [last, 0, 0, 0, 0, 0, *fixed, 0, last]),
         ("launch", 5),
     ]
 

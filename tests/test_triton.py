@@ -440,28 +440,38 @@ def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest
     }
     for name, answer in answers.items():
         monkeypatch.setattr(driver, name, answer)
-    layouts = {77: "qiqQQ", 88: "iqQQ"}
+    layouts, high = {77: "qiiiiiqiqqQQ", 88: "iqQQ"}, 2**46 + 8
     first, second = (
         SimpleNamespace(handle=handle, layout=layout, num_threads=128, shared_bytes=16, scratch=(0, 0))
         for handle, layout in layouts.items()
     )
-    runner = fused_step.GraphRunner((first, second), overlaps=True)
+    fixed, last = (high, 24), high + 16
+    runner = fused_step.GraphRunner((first, second), fixed, last, overlaps=True)
     assert edges == [(77, 88, 1)]  # at the port and of the kind that let the second start before the first has ended
     edges.clear()
     monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda kind, device: (0, 8))
-    fused_step.GraphRunner((first, second), overlaps=True)
+    fused_step.GraphRunner((first, second), fixed, last, overlaps=True)
     assert edges == [(77, 88, 0)]
-    stream, high = SimpleNamespace(cuda_stream=5), 2**46 + 8
-    step, apply = (4, (7, high)), (3, (high, 2, 3))
-    runner.run((apply, step), stream)
-    runner.run((apply, step), stream)
-    runner.run(((2, (high, 2, 3)), step), stream)
+    stream = SimpleNamespace(cuda_stream=5)
+    step, nothing = (4, (7, high)), (0, 0, 0, 0, 0)
+    runner.run(2, last, nothing, 0, step, stream)
+    runner.run(2, last, nothing, 0, step, stream)
+    runner.run(3, high + 8, [1, 2, 3, 4, 5], 6, step, stream)
+    runner.run(3, high + 8, [1, 0, 0, 0, 0], 7, step, stream)
+    runner.run(2, last, nothing, 0, step, stream)
+    runner.run(2, last, nothing, 0, (5, (8, high)), stream)
     assert calls == [
-        (77, 3, 128, 16, [high, 2, 3, 0, 0]),
+        (77, 2, 128, 16, [last, 0, 0, 0, 0, 0, *fixed, 0, last, 0, 0]),
         (88, 4, 128, 16, [7, high, 0, 0]),
         ("launch", 5),
         ("launch", 5),
-        (77, 2, 128, 16, [high, 2, 3, 0, 0]),
+        (77, 3, 128, 16, [high + 8, 1, 2, 3, 4, 5, *fixed, 6, last, 0, 0]),
+        ("launch", 5),
+        (77, 3, 128, 16, [high + 8, 1, 0, 0, 0, 0, *fixed, 7, last, 0, 0]),
+        ("launch", 5),
+        (77, 2, 128, 16, [last, 0, 0, 0, 0, 0, *fixed, 0, last, 0, 0]),
+        ("launch", 5),
+        (88, 5, 128, 16, [8, high, 0, 0]),
         ("launch", 5),
     ]
 

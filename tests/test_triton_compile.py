@@ -25,7 +25,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "apply_changes": {"FEATURES": 0, "TILE": 128},
     "step_batch": {"FEATURES": 63, "IS_LONG": False, "TILE": 128, "ROWS": 4, "ROW_TILE": 256},
 }
-LONG = {"FEATURES": 63, "IS_LONG": True, "TILE": 1024}
+LONG = {"FEATURES": 63, "IS_LONG": True, "TILE": 512}
 VARIANTS: dict[str, dict[str, Any]] = {
     **CONSTANTS,
     "gather_block_tables plain": {"FEATURES": 0, "TILE": 1024},

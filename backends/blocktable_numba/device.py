@@ -7,7 +7,7 @@ import threading
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
@@ -15,7 +15,7 @@ from cuda.core.utils import StridedMemoryView
 from numba import cuda, types
 
 from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, ArgumentError, BlockTableError, DtypeError, address_of
-from blocktable_numba.fused_step import GraphRunner, SimulatedRunner
+from blocktable_numba.fused_step import HEADER, GraphRunner, SimulatedRunner
 from blocktable_numba.kernels import KERNELS, MAX_INT32, signature, specialised
 
 SIMULATED_TILE = 4
@@ -33,18 +33,21 @@ Features = tuple[tuple[str, bool], ...]
 _simulator_lock = threading.Lock()  # it runs one kernel at a time
 
 
-class StagingSlot(NamedTuple):
+class StagingSlot:
     """Host memory that one commit's or one step's inputs travel in.
 
     Attributes:
         host: [entries] int32. The host's view.
+        header: its first entries: the counts of packed changes.
         address: where kernels read it.
         mirror: the device's copy at `address`. None: kernels read the host's memory.
     """
 
-    host: np.ndarray[Any, Any]
-    address: Any
-    mirror: Any = None
+    def __init__(self, host: np.ndarray[Any, Any], address: Any, mirror: Any = None) -> None:
+        self.host = host
+        self.header = host[:HEADER]
+        self.address = address
+        self.mirror = mirror
 
 
 class Device:

@@ -42,6 +42,7 @@ from blocktable_triton.kernels import (
     launch_scatter_writes,
     needed_features,
     null_stale_columns,
+    num_warps,
     scatter_writes,
     step_batch,
 )
@@ -125,6 +126,7 @@ class TritonBlockStore:
             self.device.kernel(
                 *(step_batch, slot_type, self.features | overlaps, self.is_long, self.tiles[self.is_long]),
                 *(self.step_rows, row_tile),
+                num_warps=num_warps(self.is_long),
             ),
         )
         return None if any(kernel.graph_problem for kernel in kernels) else kernels

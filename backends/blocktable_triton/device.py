@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from blocktable import ArgumentError, BlockTableError, DtypeError, address_of
-from blocktable_triton.fused_step import GraphRunner, HostRunner
+from blocktable_triton.fused_step import HEADER, GraphRunner, HostRunner
 from blocktable_triton.kernels import scatter_writes
 
 PROBE_TILE = 32
@@ -22,6 +22,7 @@ class StagingSlot:
 
     Attributes:
         host: [entries] int32. The host's view.
+        header: its first entries: the counts of packed changes.
         address: where kernels read it.
     """
 
@@ -29,6 +30,7 @@ class StagingSlot:
         self.memory = memory
         self.mirror = mirror  # the device's copy; None: kernels read the host's memory
         self.host: np.ndarray[Any, Any] = memory.numpy()
+        self.header = self.host[:HEADER]
         self.address = (memory if mirror is None else mirror).data_ptr()
 
 

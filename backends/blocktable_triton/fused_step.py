@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from blocktable import Batch, KernelArguments, KernelNode, StepGraph
@@ -19,16 +20,20 @@ Launch = tuple[int, tuple[int, ...]]
 """Programs, and the kernel's arguments."""
 
 
+NO_CHANGES = (0, 0, 0, 0, 0)
+
+
 class HostRunner:
     """Runs the two kernels of the emulation, one after the other."""
 
-    def __init__(self, kernels: tuple[Any, Any], *, overlaps: bool) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: tuple[Any, Any], fixed: tuple[int, ...], last_mark: int, *, overlaps: bool) -> None:
+        self._apply, self._step = kernels
+        self._fixed, self._last_mark = fixed, last_mark
 
-    def run(self, launches: tuple[Launch, Launch], stream: Any) -> None:
+    def run(self, programs: int, changes: int, counts: Sequence[int], mark: int, step: Launch, stream: Any) -> None:
         """Run apply_changes and step_batch."""
-        for kernel, (programs, arguments) in zip(self._kernels, launches, strict=True):
-            kernel((programs, 1, 1), arguments, stream)
+        self._apply((programs, 1, 1), (changes, *counts, *self._fixed, mark, self._last_mark), stream)
+        self._step((step[0], 1, 1), step[1], stream)
 
 
 class GraphRunner:
@@ -36,28 +41,39 @@ class GraphRunner:
 
     Args:
         kernels: apply_changes and step_batch.
+        fixed: what is between the first one's counts and its mark.
+        last_mark: its last argument.
         overlaps: whether they are compiled for an overlap.
     """
 
-    def __init__(self, kernels: tuple[Any, Any], *, overlaps: bool) -> None:
+    def __init__(self, kernels: tuple[Any, Any], fixed: tuple[int, ...], last_mark: int, *, overlaps: bool) -> None:
         self._kernels = kernels  # Triton unloads what nobody holds
-        self._arguments = [KernelArguments(kernel.layout) for kernel in kernels]
-        self._nodes = [
+        apply, self._step_arguments = (KernelArguments(kernel.layout) for kernel in kernels)
+        apply.set(0, *NO_CHANGES, *fixed, 0, last_mark, *kernels[0].scratch)
+        self._set_changes, self._set_mark = apply.setter(0, 1 + HEADER), apply.setter(1 + HEADER + len(fixed), 1)
+        self._apply, self._step = (
             KernelNode(kernel.handle, arguments.addresses, kernel.num_threads, kernel.shared_bytes)
-            for kernel, arguments in zip(kernels, self._arguments, strict=True)
-        ]
-        self._graph = StepGraph(self._nodes, overlaps=overlaps)
-        self._present: list[Launch | None] = [None, None]
+            for kernel, arguments in zip(kernels, (apply, self._step_arguments), strict=True)
+        )
+        self._graph = StepGraph((self._apply, self._step), overlaps=overlaps)
+        self._programs, self._has_changes = 0, True
+        self._present: Launch | None = None
 
-    def run(self, launches: tuple[Launch, Launch], stream: Any) -> None:
+    def run(self, programs: int, changes: int, counts: Sequence[int], mark: int, step: Launch, stream: Any) -> None:
         """Launch apply_changes and step_batch on a native stream."""
-        for index, launch in enumerate(launches):
-            if launch is not self._present[index]:
-                programs, arguments = launch
-                self._arguments[index].set(*arguments, *self._kernels[index].scratch)
-                self._nodes[index].set_grid(programs)
-                self._graph.update(index)
-            self._present[index] = launch
+        if mark or self._has_changes:
+            self._set_changes(changes, *counts)
+            self._set_mark(mark)
+            if programs != self._programs:
+                self._apply.set_grid(programs)
+                self._programs = programs
+            self._graph.update(0)
+            self._has_changes = mark != 0
+        if step is not self._present:
+            self._step_arguments.set(*step[1], *self._kernels[1].scratch)
+            self._step.set_grid(step[0])
+            self._graph.update(1)
+            self._present = step
         self._graph.launch(stream.cuda_stream)
 
 
@@ -77,17 +93,19 @@ class FusedStep:
         self._num_groups, self._num_slots = len(config.groups), config.max_num_batched_tokens
         self._change_tile = store.tiles[0]
         self._is_long = store.is_long
-        self._arena = (store.arena_address, self._num_groups, config.max_num_reqs, config.arena.size, batch)
-        self._copy_parts = min(-(-config.max_num_reqs // self._change_tile), MAX_COPY_PARTS)
+        copy_parts = min(-(-config.max_num_reqs // self._change_tile), MAX_COPY_PARTS)
+        arena = (store.arena_address, self._num_groups, config.max_num_reqs, config.arena.size, batch, copy_parts)
+        self._copy_programs = self._num_groups * copy_parts
         self._last_mark, self._shown_mark = store.last_mark_address, store.shown_mark_address
-        self._nothing = self._apply(store.arena_address, (0, 0, 0, 0, 0), 0)
         self._table = (store.groups_address, self._num_groups, store.arena_address)
         self._outputs = (config.arena.size, batch, slots, self._num_slots)
         parts = min(-(-self._num_slots // store.tiles[self._is_long]), MAX_SLOT_PROGRAMS // self._num_groups)
         self._slot_parts, self._rows = max(parts, 1), store.step_rows
         self._max_num_reqs = config.max_num_reqs
         self._address = store.device.address
-        self._runner = store.device.step_runner(store.step_kernels, overlaps=store.device.can_overlap)
+        self._runner = store.device.step_runner(
+            store.step_kernels, arena, self._last_mark, overlaps=store.device.can_overlap
+        )
         self._step: Launch = (0, ())
         self.batch: Batch | None = None
 
@@ -102,16 +120,13 @@ class FusedStep:
         """
         if batch is not self.batch:
             self._set_batch(batch)
-        apply = self._nothing
-        if slot is not None:
-            apply = self._apply(slot.address + 4 * HEADER, tuple(slot.host[:HEADER].tolist()), mark)
-        self._runner.run((apply, self._step), stream)
-
-    def _apply(self, changes: int, counts: tuple[int, ...], mark: int) -> Launch:
-        singles, _, range_values, _, nulls = counts
-        write_programs = min(-(-max(singles, range_values, nulls) // self._change_tile), MAX_WRITE_PROGRAMS)
-        arguments = (changes, *counts, *self._arena, self._copy_parts, mark, self._last_mark)
-        return self._num_groups * self._copy_parts + write_programs, arguments
+        if slot is None:
+            self._runner.run(self._copy_programs, self._last_mark, NO_CHANGES, 0, self._step, stream)
+            return
+        counts = slot.header.tolist()
+        most = max(counts[0], counts[2], counts[4])  # single values, range values, NULL entries
+        programs = self._copy_programs + min(-(-most // self._change_tile), MAX_WRITE_PROGRAMS)
+        self._runner.run(programs, slot.address + 4 * HEADER, counts, mark, self._step, stream)
 
     def _set_batch(self, batch: Batch) -> None:
         arrays = (batch.idx_mapping, batch.num_computed_tokens, batch.query_start_loc, batch.positions)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from blocktable import Batch
 from blocktable_triton.block_store import Inputs, TritonBlockStore
-from blocktable_triton.kernels import launch_map_slots, map_features, map_slots
+from blocktable_triton.kernels import launch_map_slots, map_features, map_slots, num_warps
 
 
 class TritonSlotMapper:
@@ -21,7 +21,9 @@ class TritonSlotMapper:
         store.mapper = self
         slot_type, features = getattr(tl, store.config.slot_dtype), map_features(store.features)
         short, long = (
-            store.device.kernel(map_slots, slot_type, features, is_long, store.tiles[is_long])
+            store.device.kernel(
+                map_slots, slot_type, features, is_long, store.tiles[is_long], num_warps=num_warps(is_long)
+            )
             if is_long <= store.is_long
             else None
             for is_long in (False, True)
