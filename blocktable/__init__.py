@@ -20,6 +20,7 @@ from blocktable.errors import (
 from blocktable.exports import Export
 from blocktable.graph import KernelArguments, KernelNode, StepGraph
 from blocktable.layouts import LAYOUTS, Layout, WidthPlan, plan_width
+from blocktable.metadata import GroupMetadata, StepMetadata
 from blocktable.protocols import (
     Array,
     Backend,
@@ -64,6 +65,7 @@ __all__ = [
     "Export",
     "ExportBuffers",
     "ExportingStore",
+    "GroupMetadata",
     "KVCacheGroup",
     "KernelArguments",
     "KernelNode",
@@ -77,6 +79,7 @@ __all__ = [
     "StepBuffers",
     "StepGraph",
     "StepMarks",
+    "StepMetadata",
     "UnknownBackendError",
     "UnsupportedError",
     "WidthPlan",

@@ -24,6 +24,7 @@ from blocktable.constants import PAD_SLOT_ID
 from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError, UnsupportedError
 from blocktable.exports import Export, ExportSets, is_batch_table, require_seq_lens, shaped
 from blocktable.layouts import Layout, check_block_size, find_layout
+from blocktable.metadata import Layouts, MetadataPlan, StepMetadata, layouts_per_group, make_metadata, make_plan
 from blocktable.protocols import (
     Array,
     Backend,
@@ -171,6 +172,7 @@ class BlockTable:
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
         self._exports = ExportSets(config, self.backend, device, self.store)
+        self._metadata_plans: dict[tuple[Layout | None, ...], MetadataPlan] = {}
         is_fused = step_path != "separate" and "fused_step" in self.backend.capabilities
         self._fused_step: Any = getattr(self.store, "step", None) if is_fused else None
         self._views: weakref.WeakKeyDictionary[StepBuffers, _Views] = weakref.WeakKeyDictionary()
@@ -572,10 +574,7 @@ class BlockTable:
         require_seq_lens(found, seq_lens)
         requests = num_reqs
         if seq_lens is not None:
-            requests = vector_length("seq_lens", seq_lens, "int32")
-            if num_reqs not in (None, requests):
-                raise ArgumentError(f"seq_lens must hold {num_reqs} entries, one a request, got {requests}.")
-            self._require_device(seq_lens)
+            requests = self._check_seq_lens(seq_lens, num_reqs)
         checked = self._batch(idx_mapping, None, None, requests, num_reqs_padded, num_computed_tokens)
         handle = self._stream(stream, seq_lens if idx_mapping is None else idx_mapping)
         if isinstance(out, ExportBuffers):
@@ -603,6 +602,101 @@ class BlockTable:
             )
             self.store.export(found, batch, target, stream=handle)  # type: ignore[attr-defined]
         return self._exports.view(target, checked.num_reqs_padded)
+
+    def step_metadata(
+        self,
+        idx_mapping: Array | None,
+        query_start_loc: Array,
+        positions: Array,
+        seq_lens: Array,
+        *,
+        layouts: Layouts = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+        num_reqs_padded: int | None = None,
+        num_tokens_padded: int | None = None,
+        num_computed_tokens: Array | None = None,
+        out: StepBuffers | None = None,
+        stream: Any = None,
+    ) -> StepMetadata:
+        """Do a whole step, export it for each group, and return what an attention backend takes.
+
+        Groups of one layout and geometry are exported by one call, which counts once for all of them; lengths of this
+        rank are computed once for all groups that ranks share.
+
+        Args:
+            idx_mapping, query_start_loc, positions, num_reqs_padded, num_tokens_padded, num_computed_tokens, out,
+                stream: as `step`.
+            seq_lens: [num_reqs] int32. Tokens of each sequence, over all ranks, this step's included.
+            layouts: what to export: one layout or name for all groups, or one for each; None: nothing.
+            max_query_len, max_seq_len: handed on.
+
+        Raises:
+            As `step` and `export`. When an argument is refused nothing was committed.
+
+        Rules: R25, R33.
+        """
+        chosen = layouts_per_group(self.config, layouts)
+        plan = self._metadata_plans.get(chosen)
+        if plan is None:
+            plan = self._metadata_plans[chosen] = make_plan(self.config, chosen)
+        if plan.families:
+            self._require("exports", "step_metadata() with layouts, or over ranks that share a group,")
+        num_reqs = self._num_reqs(idx_mapping, query_start_loc, None)
+        self._check_seq_lens(seq_lens, num_reqs)
+        handle, buffers = self._stream(stream, positions), self._buffers(out)
+        self._views_of(out)
+        for family in plan.families:  # refused before anything is committed
+            if is_batch_table(self.config, family.layout, family.groups):
+                check_block_size(self.config.groups[family.groups[0]], [family.layout])
+            else:
+                self._export_buffers(family.layout, family.groups, buffers, handle)
+        step = self.step(
+            idx_mapping,
+            query_start_loc,
+            positions,
+            num_reqs_padded=num_reqs_padded,
+            num_tokens_padded=num_tokens_padded,
+            num_computed_tokens=num_computed_tokens,
+            out=out,
+            stream=stream,
+        )
+        padded = num_reqs if num_reqs_padded is None else num_reqs_padded
+        exports = [
+            self.export(
+                family.layout,
+                idx_mapping,
+                groups=family.groups,
+                seq_lens=seq_lens,
+                num_reqs_padded=padded,
+                num_computed_tokens=num_computed_tokens,
+                out=out,
+                stream=stream,
+            )
+            for family in plan.families
+        ]
+        return make_metadata(
+            plan,
+            step,
+            exports,
+            query_start_loc,
+            seq_lens,
+            config=self.config,
+            num_reqs=num_reqs,
+            num_reqs_padded=padded,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+
+    def _check_seq_lens(self, seq_lens: Array, num_reqs: int | None) -> int:
+        """Check lengths that are given, and return how many there are."""
+        if seq_lens is None:
+            raise DtypeError("seq_lens must be an int32 array of num_reqs entries, got None.")
+        found = vector_length("seq_lens", seq_lens, "int32")
+        if num_reqs not in (None, found):
+            raise ArgumentError(f"seq_lens must hold {num_reqs} entries, one a request, got {found}.")
+        self._require_device(seq_lens)
+        return found
 
     def _batch_table_export(self, layout: Layout, groups: tuple[int, ...], tables: tuple[Array, ...]) -> Export:
         check_block_size(self.config.groups[groups[0]], [layout])

@@ -50,12 +50,13 @@ INVERSE_MAP = layout("inverse_map", shape=("B", "N"), null=-1)
 FIRST_STATE = layout("state", shape=("B",), null=-1)
 LAST_STATES = layout("state", shape=("B", "S"), null=-1, state_columns="last", num_columns=2)
 ALIGNED_STATES = layout("state", shape=("B", "S"), state_columns="aligned", num_columns=3, dtype="int64")
+STATE = LAYOUTS["state"]
 PLACEHOLDER = layout("placeholder", shape=("B", "1"))
 
 VARIANTS = [TABLE, MISSING_IS_MINUS_1, WIDE, EXACT, SCALED, KV, CSR, TOKEN_CSR, LENGTHS, INVERSE_MAP, FIRST_STATE]
 VARIANTS += [LAST_STATES, ALIGNED_STATES, PLACEHOLDER]
 
-FULL = KVCacheGroup(block_size=4, num_blocks=20)
+FULL = KVCacheGroup(block_size=4, num_blocks=40)
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,8 @@ def three_rows(subject: Subject, *groups: KVCacheGroup, **options: Any) -> Pair:
     pair = make(subject, *groups, **options)
     for row, number in enumerate((3, 1, 2)):
         pair.do("set_row", row, [[10 + 4 * row + 3 * group + i for i in range(number)] for group in range(len(groups))])
+    counts = pair.table.num_blocks_per_row[:, :3].tolist()
+    assert counts == [[3, 1, 2]] * len(groups), "a row does not fit: the case would look at empty rows"
     pair.commit()
     return pair
 
@@ -414,6 +417,101 @@ def test_groups_of_one_geometry_share_their_counts(subject: Subject) -> None:
         together = ExportPair(pair, wanted, (2, 0, 1))
         together.run([1, 0], [12, 12])
         together.run([0], [3])
+
+
+def test_metadata_of_a_step(subject: Subject) -> None:
+    """A bundle holds what step and exports give; groups of one geometry share their counts, and take one call.
+
+    Rules: R25, R33.
+    """
+    state = KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=3)
+    groups = (FULL, replace(FULL, sliding_window=6), state, KVCacheGroup(block_size=8, num_blocks=40))
+    pair, reference = (three_rows(subject, *groups, width=6) for _ in range(2))
+    csr = LAYOUTS["flashinfer"]
+    array = subject.device_array
+    idx, starts, lens, computed = (
+        array(values, "int32") for values in ([2, 0, -1], [0, 2, 5, 5], [7, 12, 3], [5, 9, 0])
+    )
+    positions = array([5, 6, 9, 10, 11], "int64")
+    sizes: dict[str, Any] = {"num_reqs_padded": 4, "num_computed_tokens": computed}
+    layouts: list[Any] = [csr, "flashinfer", STATE, "cudnn"]
+    pair.table.step_metadata(idx, starts, positions, lens, layouts=layouts, **sizes)  # makes the buffers
+    pair.do("append_row", 2, [[9], [9], [9], [9]])
+    reference.do("append_row", 2, [[9], [9], [9], [9]])
+    launches = subject.watch.launches
+    found = pair.table.step_metadata(idx, starts, positions, lens, layouts=layouts, max_seq_len=12, **sizes)
+    calls = subject.watch.launches - launches
+    step = 1 if subject.step_path == "fused" else 3
+    check(calls == step + 2, "R33", f"a step, CSR for two groups and states must take {step + 2} calls, took {calls}.")
+    expected = reference.table.step(idx, starts, positions, **sizes)
+    host = subject.to_host
+    check((found.num_reqs, found.num_reqs_padded, found.max_seq_len) == (3, 4, 12), "R33", "sizes must be handed on.")
+    check(found.query_start_loc is starts and found.seq_lens is lens, "R33", "inputs must be handed on.")
+    for group, part in enumerate(found.groups):
+        same = np.array_equal(host(part.block_table), host(expected.block_tables[group]))
+        check(same and np.array_equal(host(part.slot_mapping), host(expected.slot_mappings[group])), "R33", f"{group}")
+        check(part.seq_lens is lens, "R33", "on one rank the lengths are those that were given.")
+    first, second = found.groups[0].export, found.groups[1].export
+    check(first is not None and first is second, "R25, R33", "two groups of one geometry must share an export.")
+    assert first is not None
+    wanted = reference.table.export(csr, idx, groups=(0, 1), seq_lens=lens, **sizes)
+    for group in range(2):
+        entries = found.groups[group].entries
+        same = np.array_equal(host(entries), host(wanted.entries[group]))
+        check(same and entries is first.entries[group], "R33", f"the CSR of group {group} is {host(entries).tolist()}.")
+    check(np.array_equal(host(first.indptr), host(wanted.indptr)), "R33", f"indptr is {host(first.indptr).tolist()}.")
+    check_values(host(found.groups[2].entries), [24, 16, -1, -1], "R31, R33", "the states")
+    same_memory = address(found.groups[3].entries) == address(pair.table.buffers.block_tables[3])
+    check(same_memory, "R26, R33", "a table that fits is the batch table.")
+
+
+@pytest.mark.parametrize("wanted", [None, CSR, TABLE], ids=["none", "csr", "table"])
+def test_metadata_of_one_rank(subject: Subject, wanted: Layout | None) -> None:
+    """Lengths of groups that two ranks share are this rank's, one array for all of them; others have what was given.
+
+    Rules: R19, R33.
+    """
+    groups = (FULL, replace(FULL, sharded=False), KVCacheGroup(block_size=8, num_blocks=40))
+    pair = three_rows(subject, *groups, context_parallel=shard(2, 1, 2), width=12)
+    idx, starts, lens = (subject.device_array(values, "int32") for values in ([0, 1], [0, 1, 2], [11, 3]))
+    positions = subject.device_array([10, 2], "int64")
+    pair.table.step_metadata(idx, starts, positions, lens, layouts=wanted)
+    launches = subject.watch.launches
+    found = pair.table.step_metadata(idx, starts, positions, lens, layouts=wanted)
+    calls = subject.watch.launches - launches - (1 if subject.step_path == "fused" else 2)
+    expected = {None: 1, CSR: 3, TABLE: 1}[wanted]
+    check(calls == expected, "R33", f"{expected} exports are needed, {calls} were made.")
+    check_values(subject.to_host(found.groups[0].seq_lens), [5, 1], "R19, R33", "the lengths of rank 1")
+    shared = found.groups[0].seq_lens is found.groups[2].seq_lens
+    check(shared and found.groups[1].seq_lens is lens, "R33", "lengths must be computed once for all shared groups.")
+
+
+def test_metadata_that_is_refused_commits_nothing(subject_once: Subject) -> None:
+    """A wrong argument is found before the commit, that of an export too.
+
+    Rules: R33.
+    """
+    pair = three_rows(subject_once, FULL, KVCacheGroup(block_size=4))
+    array = subject_once.device_array
+    idx, starts, lens = (array(values, "int32") for values in ([0, 1], [0, 1, 2], [11, 3]))
+    positions, short = array([10, 2], "int64"), array([3], "int32")
+    pair.do("set_row", 3, [[5], [6]])
+    wrong: list[tuple[Any, Any, Any]] = [
+        (ArgumentError, short, None),
+        (DtypeError, None, None),
+        (DtypeError, positions, None),
+        (ArgumentError, lens, [CSR]),
+        (ArgumentError, lens, 3),
+        (ConfigError, lens, "nobody"),
+        (ConfigError, lens, "flash_mla"),
+        (ArgumentError, lens, [None, INVERSE_MAP]),
+        (ArgumentError, lens, [None, TOKEN_CSR]),
+    ]
+    for index, (error, these, layouts) in enumerate(wrong):
+        with must_raise(error, "R33", f"wrong argument {index}"):
+            pair.table.step_metadata(idx, starts, positions, these, layouts=layouts)
+        pair.check_device()
+    pair.commit()
 
 
 def test_windows_are_cut_out(subject: Subject) -> None:
