@@ -160,6 +160,12 @@ def test_integrating_runs_in_order() -> None:
     names["table"].set_row(0, ([3, 4], [5]))
     exec(step, names)
     assert [slots[0] for slots in names["step"].slot_mappings] == [4 * 16 + 1, 5 * 64 + 17]
+    names["seq_lens"] = np.array([18, 0], np.int32)
+    exec(one_block("docs/integrating.md", "python", "exports"), names)
+    first, second = names["metadata"].groups
+    assert (first.entries[:3].tolist(), second.entries[:3].tolist()) == ([3, 4, 0], [20, 21, 0])
+    assert first.export is second.export
+    assert (names["indptr"].tolist(), names["last_page_lens"].tolist()) == ([0, 2, 2], [2, 0])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
