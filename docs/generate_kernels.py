@@ -1,4 +1,4 @@
-"""Write docs/kernels.md: the four plain kernels in four languages, side by side, from the backends' own sources.
+"""Write docs/kernels.md: the plain kernels in four languages, side by side, from the backends' own sources.
 
     python docs/generate_kernels.py
 
@@ -18,14 +18,19 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/kernels.md"
 COMMAND = "python docs/generate_kernels.py"
 
-KERNELS = ("scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots")
+STEP_KERNELS = ("scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots")
+EXPORT_KERNELS = (
+    *("count_entries", "start_requests", "write_indices", "write_table"),
+    *("clear_inverse_map", "write_inverse_map", "gather_state_indices"),
+)
+KERNELS = STEP_KERNELS + EXPORT_KERNELS
 SOURCES = {
-    "numpy": "backends/blocktable_numpy/kernels.py",
-    "Triton": "backends/blocktable_triton/kernels.py",
-    "CUDA C++": "backends/blocktable_cupy/kernels.cu",
-    "Numba": "backends/blocktable_numba/kernels.py",
+    "numpy": ("backends/blocktable_numpy/kernels.py", "backends/blocktable_numpy/exports.py"),
+    "Triton": ("backends/blocktable_triton/kernels.py", "backends/blocktable_triton/exports.py"),
+    "CUDA C++": ("backends/blocktable_cupy/kernels.cu", "backends/blocktable_cupy/exports.cu"),
+    "Numba": ("backends/blocktable_numba/kernels.py", "backends/blocktable_numba/exports.py"),
 }
-"""Language -> where its kernels are."""
+"""Language -> where its kernels are: those of a step, then those of exports."""
 
 STEP = re.compile(r"^( *)(?:#|//) step (\d+): (.*)$")
 CUDA_KERNEL = re.compile(r'^extern "C" __global__ void (\w+)\(')
@@ -35,8 +40,9 @@ HEAD = f"""\
 
 <!-- Written by `{COMMAND}` from the backends' sources: change those and run it. -->
 
-Every backend has the same four kernels, in the same order and in the same numbered steps; a test holds that. This page
-lays the steps side by side; kernels that some backends have besides, such as a fused step's, are not on it.
+Every backend has the same kernels, {len(STEP_KERNELS)} for steps and {len(EXPORT_KERNELS)} for exports, in the same
+order and in the same numbered steps; a test holds that. This page lays the steps side by side; kernels that some
+backends have besides, such as a fused step's, are not on it.
 
 | word | what it is in every language |
 | --- | --- |
@@ -44,6 +50,8 @@ lays the steps side by side; kernels that some backends have besides, such as a 
 | `batch` | what a step shows, in the same layout: its counts say how many columns each batch row holds |
 | `groups` | the geometry of each group, one row of numbers each |
 | `slots` | `[num_groups, slots_stride]`, the slots of every token |
+| `members` | the groups of an export, which share one geometry |
+| `counts` | of an export: entries of each batch row; those of the call before; all; all of the call before |
 | `TILE`, a block | what a Triton program, or a block of threads, does at a time; any number of them gives one result |
 """
 
@@ -103,27 +111,35 @@ def read_kernels(source: str, is_cuda: bool) -> dict[str, list[Step]]:
 
 def read_backends() -> dict[str, dict[str, list[Step]]]:
     """Return language -> kernel -> steps."""
-    sources = {language: (ROOT / path).read_text() for language, path in SOURCES.items()}
-    return {language: read_kernels(source, SOURCES[language].endswith(".cu")) for language, source in sources.items()}
+    found: dict[str, dict[str, list[Step]]] = {}
+    for language, paths in SOURCES.items():
+        found[language] = {}
+        for path in paths:
+            found[language] |= read_kernels((ROOT / path).read_text(), path.endswith(".cu"))
+    return found
 
 
 def purposes() -> dict[str, str]:
     """Return kernel -> what it does, as the reference says it."""
-    body = ast.parse((ROOT / SOURCES["numpy"]).read_text()).body
-    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    modules = [ast.parse((ROOT / path).read_text()) for path in SOURCES["numpy"]]
+    functions = [node for module in modules for node in module.body if isinstance(node, ast.FunctionDef)]
     return {node.name: (ast.get_docstring(node) or "").partition("\n")[0] for node in functions}
+
+
+def _link(path: str) -> str:
+    return f"[{path}](../{path})"
 
 
 def page() -> str:
     """Return the page."""
     backends, purpose = read_backends(), purposes()
-    parts = [HEAD, "\n".join(f"- {language}: [{path}](../{path})" for language, path in SOURCES.items())]
+    parts = [HEAD, "\n".join(f"- {language}: {', '.join(map(_link, paths))}" for language, paths in SOURCES.items())]
     for number, name in enumerate(KERNELS, 1):
         parts.append(f"## {number}. `{name}`\n\n{purpose[name]}")
         for index, step in enumerate(backends["numpy"][name]):
             parts.append(f"### `{name}`, step {step.number}: {step.text}")
-            for language, path in SOURCES.items():
-                fence = "cuda" if path.endswith(".cu") else "python"
+            for language in SOURCES:
+                fence = "cuda" if language == "CUDA C++" else "python"
                 parts.append(f"{language}:\n\n```{fence}\n{backends[language][name][index].code}\n```")
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 

@@ -31,6 +31,10 @@ PLAIN = {
     for slot_dtype in ("int64", "int32")
 }
 """Slot dtype -> a table that needs nothing besides."""
+EXPORT_KERNELS = (
+    *("count_entries", "start_requests", "write_indices", "write_table"),
+    *("clear_inverse_map", "write_inverse_map", "gather_state_indices"),
+)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -42,7 +46,8 @@ def test_kernels_compile_ahead_of_time(architecture: int, slot_dtype: str, featu
     switched_off = [f"{name}=0" for name in re.findall(r"#ifndef (HAS_\w+)", emulation.kernel_source())]
     assert set(switched_off) == {macro for macro in macros if macro.startswith("HAS_")}
     options = [f"-D{macro}" for macro in macros if features == "none" or macro not in switched_off]
-    ptx = _compile_by_nvcc(architecture, options, tmp_path) or _compile_by_nvrtc(architecture, options)
+    source = emulation.kernel_source()
+    ptx = _compile_by_nvcc(source, architecture, options, tmp_path) or _compile_by_nvrtc(source, architecture, options)
     assert f".target sm_{architecture}" in ptx
     for name in KERNELS:
         assert f".entry {name}(" in ptx
@@ -56,21 +61,29 @@ def test_kernels_compile_ahead_of_time(architecture: int, slot_dtype: str, featu
             assert body.count("griddepcontrol.wait") >= 2
 
 
-def _compile_by_nvcc(architecture: int, options: list[str], folder: Path) -> str | None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_export_kernels_compile_ahead_of_time(architecture: int, tmp_path: Path) -> None:
+    source = emulation.export_source()
+    ptx = _compile_by_nvcc(source, architecture, [], tmp_path) or _compile_by_nvrtc(source, architecture, [])
+    assert f".target sm_{architecture}" in ptx
+    assert re.findall(r"\.entry (\w+)\(", ptx) == list(EXPORT_KERNELS)
+
+
+def _compile_by_nvcc(text: str, architecture: int, options: list[str], folder: Path) -> str | None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return None
     source, target = folder / "kernels.cu", folder / "kernels.ptx"
-    source.write_text(emulation.kernel_source())
+    source.write_text(text)
     command = [nvcc, "-std=c++17", "-ptx", f"-arch=sm_{architecture}", *options, str(source), "-o", str(target)]
     subprocess.run(command, check=True)
     return target.read_text()
 
 
-def _compile_by_nvrtc(architecture: int, options: list[str]) -> str:
+def _compile_by_nvrtc(text: str, architecture: int, options: list[str]) -> str:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="neither nvcc nor cuda.bindings is here")
     options = [f"--gpu-architecture=compute_{architecture}", "-std=c++17", *options]
-    error, program = nvrtc.nvrtcCreateProgram(emulation.kernel_source().encode(), b"kernels.cu", 0, [], [])
+    error, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], [])
     assert error == 0
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])

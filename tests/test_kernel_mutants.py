@@ -29,21 +29,21 @@ class Target:
 
     Attributes:
         name: of its class.
-        source: the file that holds its kernels.
+        suffix: of the files that hold its kernels.
         variable: what asks for its emulation.
         modules: what must be installed for that.
     """
 
     name: str
-    source: str
+    suffix: str
     variable: str
     modules: tuple[str, ...]
 
 
 TARGETS = {
-    "triton": Target("TritonBackend", "kernels.py", "TRITON_INTERPRET", ("triton", "torch")),
-    "cupy": Target("CupyBackend", "kernels.cu", "BLOCKTABLE_CUPY_EMULATE", ()),
-    "numba": Target("NumbaBackend", "kernels.py", "NUMBA_ENABLE_CUDASIM", ("numba_cuda",)),
+    "triton": Target("TritonBackend", ".py", "TRITON_INTERPRET", ("triton", "torch")),
+    "cupy": Target("CupyBackend", ".cu", "BLOCKTABLE_CUPY_EMULATE", ()),
+    "numba": Target("NumbaBackend", ".py", "NUMBA_ENABLE_CUDASIM", ("numba_cuda",)),
 }
 
 
@@ -55,11 +55,13 @@ class Fault:
         rule: what a failed assertion must name.
         cases: those that must catch it, as pytest's -k takes them.
         changes: backend -> pieces of its source and what replaces them; each stands there exactly once.
+        source: which of the backend's files they are in, without its suffix.
     """
 
     rule: str
     cases: str
     changes: dict[str, dict[str, str]]
+    source: str = "kernels"
 
 
 FAULTS = {
@@ -236,27 +238,134 @@ FAULTS = {
         "fused and first_and_last_entries",
         {"cupy": {"\n    map_chunk(": "\n    if (chunk + CHUNK <= num_slots) map_chunk("}},
     ),
+    # The kernels of exports.
+    "export_of_the_first_group_counts": Fault(
+        "R25",
+        "separate and groups_of_one_geometry",
+        {
+            "triton": {"while m < num_members:\n            first_count": "while m < 1:\n            first_count"},
+            "cupy": {"m < num_members && row >= 0": "m < 1 && row >= 0"},
+            "numba": {"while m < num_members:\n                columns": "while m < 1:\n                columns"},
+        },
+        "exports",
+    ),
+    "export_of_all_ranks": Fault(
+        "R27",
+        "csr_of_one_rank",
+        {
+            "triton": {"= _local_length(length, world_size, rank, interleave_size)": "= length"},
+            "cupy": {"return group.world_size > 1 ? local_length(group, length) : length;": "return length;"},
+            "numba": {
+                "length = local_length(length, groups[group + WORLD_SIZE], groups[group + RANK], "
+                "groups[group + INTERLEAVE_SIZE])": "pass"
+            },
+        },
+        "exports",
+    ),
+    "export_without_a_window": Fault(
+        "R25",
+        "separate and windows_are_cut_out",
+        {
+            "triton": {"(num_computed_tokens != 0) & (sliding_window > 0)": "sliding_window < 0"},
+            "cupy": {"!num_computed_tokens || !group.sliding_window": "true"},
+            "numba": {"if has_num_computed_tokens and sliding_window and row >= 0:": "if sliding_window < 0:"},
+        },
+        "exports",
+    ),
+    "export_begins_behind_itself": Fault(
+        "R27",
+        "separate and csr_by_hand",
+        {
+            "triton": {"tl.minimum(end - count, limit)": "tl.minimum(end, limit)"},
+            "cupy": {"j < end; ++j": "j <= end; ++j"},
+            "numba": {"while j < min(i, num_reqs):": "while j <= min(i, num_reqs):"},
+        },
+        "exports",
+    ),
+    "export_whose_last_page_is_full": Fault(
+        "R27",
+        "separate and csr_by_hand",
+        {
+            "triton": {"tl.minimum(tokens, length - (num_pages - 1) * tokens)": "tokens"},
+            "cupy": {"smaller(tokens, lengths[i] - (num_pages - 1) * tokens)": "tokens"},
+            "numba": {"min(tokens, lengths[i] - (num_pages - 1) * tokens)": "tokens"},
+        },
+        "exports",
+    ),
+    "export_keeps_indices_of_a_larger_batch": Fault(
+        "R25",
+        "separate and csr_by_hand",
+        {
+            "triton": {"tl.minimum(tl.maximum(total, tl.load(total_ptr + 1)), capacity)": "total"},
+            "cupy": {"larger(total, counts[2 * max_num_reqs + 1])": "total"},
+            "numba": {"max(total, counts[2 * max_num_reqs + 1])": "total"},
+        },
+        "exports",
+    ),
+    "export_keeps_columns_of_a_longer_row": Fault(
+        "R25",
+        "separate and tables_by_hand",
+        {
+            "triton": {
+                "first = count\n            while first < before:": "first = count\n            while first < 0:"
+            },
+            "cupy": {"column = count + threadIdx.x; column < before;": "column = count + threadIdx.x; column < 0;"},
+            "numba": {
+                "column = count + cuda.threadIdx.x\n            while column < before:": (
+                    "column = count + cuda.threadIdx.x\n            while column < 0:"
+                )
+            },
+        },
+        "exports",
+    ),
+    "export_keeps_blocks_in_the_map": Fault(
+        "R30",
+        "separate and inverse_map_by_hand",
+        {
+            "triton": {
+                "first = before * 0\n            while first < before:": "first = before\n            while first < 0:"
+            },
+            "cupy": {"column = threadIdx.x; column < before;": "column = threadIdx.x; column < 0;"},
+            "numba": {
+                "column = cuda.threadIdx.x\n            while column < before:": (
+                    "column = cuda.threadIdx.x\n            while column < 0:"
+                )
+            },
+        },
+        "exports",
+    ),
+    "export_of_the_next_state": Fault(
+        "R31",
+        "separate and states_by_hand",
+        {
+            "triton": {"tl.maximum(seq_len - 1, 0)": "tl.maximum(seq_len, 0)"},
+            "cupy": {"(int64)seq_lens[i] - 1)": "(int64)seq_lens[i])"},
+            "numba": {"max(np.int64(seq_lens[i]) - 1, 0)": "max(np.int64(seq_lens[i]), 0)"},
+        },
+        "exports",
+    ),
 }
 
 
 def missing(target: Target) -> str | None:
     """Return what the emulation lacks here, or None."""
-    if target.source.endswith(".cu") and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX") or "g++"))):
+    if target.suffix == ".cu" and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX") or "g++"))):
         return "no C++ compiler is here"
     absent = [name for name in target.modules if importlib.util.find_spec(name) is None]
     return f"{' and '.join(absent)} not installed" if absent else None
 
 
-def copy_package(backend: str, name: str, changes: dict[str, str], folder: Path) -> str:
+def copy_package(backend: str, name: str, fault: Fault | None, folder: Path) -> str:
     """Copy a backend's package as `name`, with changes to its kernels, and return what the suite knows it by."""
     package = f"blocktable_{backend}"
     copied = Path(shutil.copytree(ROOT / "backends" / package, folder / name, ignore=shutil.ignore_patterns("__pyc*")))
-    kernels = copied / TARGETS[backend].source
-    source = kernels.read_text()
-    for old, new in changes.items():
-        assert source.count(old) == 1, f"{name}: {old!r} stands {source.count(old)} times in {backend}'s kernels"
-        source = source.replace(old, new)
-    kernels.write_text(source)
+    if fault is not None:
+        kernels = copied / f"{fault.source}{TARGETS[backend].suffix}"
+        source = kernels.read_text()
+        for old, new in fault.changes[backend].items():
+            assert source.count(old) == 1, f"{name}: {old!r} stands {source.count(old)} times in {backend}'s kernels"
+            source = source.replace(old, new)
+        kernels.write_text(source)
     for module in copied.rglob("*.py"):
         module.write_text(module.read_text().replace(package, name))
     return f"{name}:{TARGETS[backend].name}"
@@ -264,8 +373,7 @@ def copy_package(backend: str, name: str, changes: dict[str, str], folder: Path)
 
 def run_suite(backend: str, faults: dict[str, Fault], folder: Path) -> dict[str, dict[str, Any]]:
     """Run every mutant on its cases, the unchanged copy on all of them, and return name -> verdict."""
-    changes = {UNCHANGED: {}, **{name: fault.changes[backend] for name, fault in faults.items()}}
-    labels = [copy_package(backend, name, pieces, folder) for name, pieces in changes.items()]
+    labels = [copy_package(backend, name, fault, folder) for name, fault in ({UNCHANGED: None} | faults).items()]
     every = " or ".join(f"({cases})" for cases in dict.fromkeys(fault.cases for fault in faults.values()))
     chosen = {UNCHANGED: every, **{name: fault.cases for name, fault in faults.items()}}
     selection = " or ".join(f"({name}: and ({cases}))" for name, cases in chosen.items())

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = ("__init__.py", "block_store.py", "slot_mapper.py", "kernels.py", "py.typed")
-BACKENDS = {"numpy": (), "triton": ("device.py",), "cupy": ("device.py", "kernels.cu"), "numba": ("device.py",)}
+FILES = ("__init__.py", "block_store.py", "slot_mapper.py", "kernels.py", "exports.py", "py.typed")
+BACKENDS = {
+    "numpy": (),
+    "triton": ("device.py",),
+    "cupy": ("device.py", "kernels.cu", "exports.cu"),
+    "numba": ("device.py",),
+}
 """Backend -> files that it has besides FILES: a device backend has its memory and streams in a file of one name."""
 
 

@@ -16,6 +16,10 @@ KERNELS = (
     *("scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots"),
     *("apply_changes", "step_batch"),
 )
+EXPORT_KERNELS = (
+    *("count_entries", "start_requests", "write_indices", "write_table"),
+    *("clear_inverse_map", "write_inverse_map", "gather_state_indices"),
+)
 FEATURES = ("all", "none")
 SLOT_DTYPES = ("int64", "int32")
 BITS = {"int32": 32, "int64": 64}
@@ -25,6 +29,7 @@ import json
 from numba import cuda
 from numba.cuda.cudadrv import nvvm
 from blocktable import BlockTableConfig, KVCacheGroup
+from blocktable_numba import exports  # registers its kernels
 from blocktable_numba.kernels import KERNELS, needed_features, signature, specialised
 
 plain = BlockTableConfig(
@@ -37,7 +42,7 @@ if nvvm.is_available():
         for slot_dtype in SLOT_DTYPES:
             for name in KERNELS:
                 kinds = signature(name, slot_dtype)
-                for label, needed in features.items():
+                for label, needed in features.items() if name not in exports.EXPORT_KERNELS else [("all", ())]:
                     kernel = specialised(name, needed).py_func
                     ptx, _ = cuda.compile_ptx(kernel, kinds, cc=divmod(architecture, 10))
                     found[f"{architecture} {slot_dtype} {name} {label}"] = ptx, [str(kind) for kind in kinds]
@@ -71,7 +76,21 @@ def compiled() -> dict[str, tuple[str, list[str]]]:
 def test_kernels_compile_ahead_of_time(
     compiled: dict[str, tuple[str, list[str]]], architecture: int, slot_dtype: str, name: str, features: str
 ) -> None:
-    ptx, kinds = compiled[f"{architecture} {slot_dtype} {name} {features}"]
+    check_ptx(name, architecture, *compiled[f"{architecture} {slot_dtype} {name} {features}"])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("entry_dtype", SLOT_DTYPES)
+@pytest.mark.parametrize("name", EXPORT_KERNELS)
+def test_export_kernels_compile_ahead_of_time(
+    compiled: dict[str, tuple[str, list[str]]], architecture: int, entry_dtype: str, name: str
+) -> None:
+    ptx, kinds = compiled[f"{architecture} {entry_dtype} {name} all"]
+    check_ptx(name, architecture, ptx, kinds)
+    assert ("atom" in ptx or "red." in ptx) == (name == "write_inverse_map")
+
+
+def check_ptx(name: str, architecture: int, ptx: str, kinds: list[str]) -> None:
     assert f".target sm_{architecture}" in ptx
     assert re.search(rf"\.entry \w*{name}\w*\(", ptx)
     # The launch hands each argument over as bytes: their number and sizes are what GpuKernel takes them to be.

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-# What each is compiled with beside its types; kernels over slots also with their dtype.
+# What each is compiled with beside its types; some also with the dtype of what they write.
 CONSTANTS: dict[str, dict[str, Any]] = {
     "scatter_writes": {"TILE": 128},
     "null_stale_columns": {"TILE": 1024},
@@ -24,6 +24,13 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "map_slots": {"FEATURES": 63, "IS_LONG": False, "TILE": 128},
     "apply_changes": {"FEATURES": 0, "TILE": 128},
     "step_batch": {"FEATURES": 63, "IS_LONG": False, "TILE": 128, "ROWS": 4, "ROW_TILE": 256},
+    **{
+        name: {"TILE": 128}
+        for name in (
+            *("count_entries", "start_requests", "write_indices", "write_table"),
+            *("clear_inverse_map", "write_inverse_map", "gather_state_indices"),
+        )
+    },
 }
 LONG = {"FEATURES": 63, "IS_LONG": True, "TILE": 512}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -38,7 +45,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "step_batch overlapping": {**CONSTANTS["step_batch"], "FEATURES": 64},
 }
 KERNELS = tuple(CONSTANTS)
-WITH_SLOTS = ("map_slots", "step_batch")
+TYPED = {"map_slots": "SLOT_T", "step_batch": "SLOT_T", "write_table": "ENTRY_T", "gather_state_indices": "ENTRY_T"}
+"""Kernel -> its argument for the dtype of what it writes."""
 TARGETS = {
     "sm_80": (("cuda", 80, 32), "ptx", ".target sm_80"),
     "sm_90": (("cuda", 90, 32), "ptx", ".target sm_90"),
@@ -46,7 +54,7 @@ TARGETS = {
     "gfx942": (("hip", "gfx942", 64), "amdgcn", "gfx942"),
 }
 OVERLAPPING = ("sm_90", "sm_100")
-SLOT_TYPES = ("int64", "int32")
+OUTPUT_TYPES = ("int64", "int32")
 
 
 def targets_of(variant: str) -> tuple[str, ...]:
@@ -78,8 +86,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 )
 def test_kernels_compile_ahead_of_time(compiled: dict[str, Any], variant: str, target: str) -> None:
     name = variant.partition(" ")[0]
-    for slot_type in SLOT_TYPES if name in WITH_SLOTS else ("",):
-        text, size = compiled["binaries"][f"{variant} {target} {slot_type}"]
+    for output_type in OUTPUT_TYPES if name in TYPED else ("",):
+        text, size = compiled["binaries"][f"{variant} {target} {output_type}"]
         assert TARGETS[target][2] in text
         assert name in text
         assert size > 1000
@@ -114,7 +122,7 @@ def test_nothing_is_divided_in_64_bits_where_no_group_needs_it(
 @pytest.mark.parametrize("kernel", ["apply_changes", "step_batch"])
 def test_a_node_of_a_graph_is_given_the_arguments_that_its_kernel_takes(compiled: dict[str, Any], kernel: str) -> None:
     """The fused step launches Triton's kernels itself: ours, then pointers to Triton's scratch memory. Rules: R21."""
-    text, _ = compiled["binaries"][f"{kernel} sm_90 {'int64' if kernel in WITH_SLOTS else ''}"]
+    text, _ = compiled["binaries"][f"{kernel} sm_90 {'int64' if kernel in TYPED else ''}"]
     sizes = [int(bits) // 8 for bits in re.findall(r"\.param \.\w(\d+)", text)]
     node = compiled["nodes"][kernel]
     assert node["problem"] == ""
@@ -170,22 +178,26 @@ def main() -> None:
 def _binaries(triton: Any, make_target: Any) -> dict[str, tuple[str, int]]:
     import triton.language as tl
 
-    from blocktable_triton import kernels
-
     found = {}
     for variant, constants in VARIANTS.items():
         name = variant.partition(" ")[0]
-        function = getattr(kernels, name)
+        function = _function(name)
         signature = {parameter.name: parameter.annotation for parameter in function.params}
-        for slot_type in SLOT_TYPES if name in WITH_SLOTS else ("",):
-            slots = {"SLOT_T": getattr(tl, slot_type)} if slot_type else {}
+        for output_type in OUTPUT_TYPES if name in TYPED else ("",):
+            output = {TYPED[name]: getattr(tl, output_type)} if output_type else {}
             for target in targets_of(variant):
                 place, stage, _ = TARGETS[target]
-                source = triton.compiler.ASTSource(function, signature, constexprs={**slots, **constants})
+                source = triton.compiler.ASTSource(function, signature, constexprs={**output, **constants})
                 options = {"num_warps": 4, "enable_fp_fusion": False}
                 binary = triton.compile(source, target=make_target(*place), options=options)
-                found[f"{variant} {target} {slot_type}"] = (binary.asm[stage], len(binary.kernel))
+                found[f"{variant} {target} {output_type}"] = (binary.asm[stage], len(binary.kernel))
     return found
+
+
+def _function(name: str) -> Any:
+    from blocktable_triton import exports, kernels
+
+    return getattr(kernels, name, None) or getattr(exports, name)
 
 
 def _keys() -> dict[str, list[Any]]:
@@ -193,11 +205,9 @@ def _keys() -> dict[str, list[Any]]:
     from triton.backends.compiler import BaseBackend
     from triton.runtime.jit import create_function_from_signature
 
-    from blocktable_triton import kernels
-
     found = {}
     for name in KERNELS:
-        function = getattr(kernels, name)
+        function = _function(name)
         bind = create_function_from_signature(function.signature, function.params, BaseBackend)
         keys = []
         for turn in range(len(VALUES)):
@@ -221,10 +231,10 @@ def _launches(driver: _FakeDriver) -> dict[str, Any]:
     from blocktable_triton import kernels
     from blocktable_triton.device import CompiledKernel
 
-    functions = {name: getattr(kernels, name) for name in KERNELS}
+    functions = {name: _function(name) for name in KERNELS}
     made = {
         name: CompiledKernel(
-            function, ((tl.int64,) if name in WITH_SLOTS else ()) + tuple(CONSTANTS[name].values()), num_warps=4
+            function, ((tl.int64,) if name in TYPED else ()) + tuple(CONSTANTS[name].values()), num_warps=4
         )
         for name, function in functions.items()
     }

@@ -29,7 +29,9 @@ class CupyBackend:
 
     def __init__(self) -> None:
         self.is_emulated = is_emulated()
-        declared = {"int32_slots"} if self.is_emulated else {"int32_slots", "streams", "graph_capture"}
+        declared = {"int32_slots", "exports"}
+        if not self.is_emulated:
+            declared |= {"streams", "graph_capture"}
         if self.is_emulated or _has_cuda_bindings():
             declared.add("fused_step")
         self.capabilities = frozenset(declared)

@@ -15,6 +15,8 @@ from blocktable import (
     Batch,
     BlockTableConfig,
     BlockTableError,
+    ExportBuffers,
+    Layout,
     StagingRing,
     StepBuffers,
     Writes,
@@ -24,6 +26,7 @@ from blocktable import (
     steady_entries,
 )
 from blocktable_cupy.device import refuse_capture
+from blocktable_cupy.exports import Exporter
 from blocktable_cupy.fused_step import APPLY_KERNELS, FusedStep
 from blocktable_cupy.kernels import (
     EMULATED_TILE,
@@ -59,6 +62,7 @@ class Inputs(NamedTuple):
     idx_mapping: int
     query_start_loc: int
     num_computed_tokens: int
+    seq_lens: int
 
 
 INPUTS = Inputs._fields[1:]  # positions first: it is the one of 8-byte entries
@@ -97,6 +101,7 @@ class CupyBlockStore:
         self._no_writes = Writes(config.arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32))
         self._takes_params = staging_mode() in ("auto", "params")
         self.mapper: Any = None  # the slot mapper over this store, once it is made
+        self._exporter = Exporter(self)
         device.synchronize()  # the fills ran on whatever stream was current
 
     def enter(self, handle: int | None) -> tuple[Any, bool]:
@@ -193,6 +198,15 @@ class CupyBlockStore:
             launch_gather_block_tables(
                 self._gather, self.tile, inputs.idx_mapping, inputs.num_computed_tokens, *sizes, *tail
             )
+
+    def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
+        self._exporter.export(layout, batch, out, stream=stream)
+
+    def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
+        with self.device.current():
+            native, capturing = self.enter(stream)
+            refuse_capture(capturing, "A commit after invalidate()")
+            self._exporter.reset(out, native)
 
     def step(self, writes: Writes, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         """Do a whole step; inside a foreign capture by the plain kernels (R21)."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import ArgumentError, BlockTableError, DtypeError, address_of
-from blocktable_cupy.emulation import EmulatedKernel, build_library, kernel_source
+from blocktable_cupy.emulation import EmulatedKernel, build_library, export_source, kernel_source
 from blocktable_cupy.fused_step import GraphRunner, HostRunner
 
 
@@ -60,7 +60,10 @@ class HostDevice:
         """Everything is done."""
 
     def kernel(self, name: str, options: tuple[str, ...] = ()) -> Any:
-        return EmulatedKernel(build_library(options), name)
+        return EmulatedKernel(build_library(options, kernel_source()), name)
+
+    def export_kernel(self, name: str) -> Any:
+        return EmulatedKernel(build_library((), export_source()), name)
 
     def address(self, array: Any) -> int:
         return int(array.ctypes.data) if isinstance(array, np.ndarray) else address_of(array)
@@ -145,8 +148,14 @@ class CupyDevice:
         self._device.synchronize()
 
     def kernel(self, name: str, options: tuple[str, ...] = ()) -> Any:
+        return self._load(name, options, kernel_source())
+
+    def export_kernel(self, name: str) -> Any:
+        return self._load(name, (), export_source())
+
+    def _load(self, name: str, options: tuple[str, ...], source: str) -> Any:
         with self.current():
-            kernel = _module(self.index, options).get_function(name)
+            kernel = _module(self.index, options, source).get_function(name)
             kernel.num_regs  # noqa: B018 - loads it now: CUDA would do so at the first launch, and wait for the device
             return kernel
 
@@ -219,10 +228,10 @@ def _external_stream(cuda: Any, handle: int) -> Any:
 
 
 @cache
-def _module(device: int, options: tuple[str, ...]) -> Any:
+def _module(device: int, options: tuple[str, ...], source: str) -> Any:
     import cupy
 
-    return cupy.RawModule(code=kernel_source(), options=("-std=c++17", *(f"-D{option}" for option in options)))
+    return cupy.RawModule(code=source, options=("-std=c++17", *(f"-D{option}" for option in options)))
 
 
 def compiled_modules() -> int:

@@ -19,6 +19,11 @@ struct int4 {
 struct longlong2 {
   long long x, y;
 };
+static inline int atomicMax(int* place, int value) {
+  int old = *place;
+  if (value > old) *place = value;
+  return old;
+}
 static inline longlong2 make_longlong2(long long x, long long y) { return {x, y}; }
 
 struct Index3 {

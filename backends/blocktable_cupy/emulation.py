@@ -1,4 +1,4 @@
-"""kernels.cu on the host: compiled by the C++ compiler over emulate.h, run over the grid on numpy arrays."""
+"""The kernels on the host: compiled by the C++ compiler over emulate.h, run over the grid on numpy arrays."""
 
 from __future__ import annotations
 
@@ -38,10 +38,15 @@ def kernel_source() -> str:
     return files("blocktable_cupy").joinpath("kernels.cu").read_text()
 
 
+def export_source() -> str:
+    """Return exports.cu behind what kernels.cu has in front of its first kernel."""
+    before_kernels = kernel_source().partition('extern "C" __global__')[0].rpartition("}\n")
+    return "".join(before_kernels[:2]) + "\n" + files("blocktable_cupy").joinpath("exports.cu").read_text()
+
+
 @cache
-def build_library(options: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile kernels.cu for the host, once for each source and set of macros, and load it."""
-    source = kernel_source()
+def build_library(options: tuple[str, ...], source: str) -> ctypes.CDLL:
+    """Compile a source for the host, once for each source and set of macros, and load it."""
     shim = files("blocktable_cupy").joinpath("emulate.h").read_text()
     entries = "\n".join(f"EMULATE({name})" for name in KERNEL_NAME.findall(source))
     macros = "\n".join("#define " + option.replace("=", " ", 1) for option in options)

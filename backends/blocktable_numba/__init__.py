@@ -26,7 +26,9 @@ class NumbaBackend:
 
     def __init__(self) -> None:
         self.is_emulated = os.environ.get(SIMULATOR_VARIABLE, "") not in ("", "0")
-        declared = {"int32_slots"} if self.is_emulated else {"int32_slots", "streams", "graph_capture"}
+        declared = {"int32_slots", "exports"}
+        if not self.is_emulated:
+            declared |= {"streams", "graph_capture"}
         if self.is_emulated or importlib.util.find_spec("cuda") is not None:  # cuda-bindings
             declared.add("fused_step")
         self.capabilities = frozenset(declared)

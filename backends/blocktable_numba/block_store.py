@@ -15,6 +15,8 @@ from blocktable import (
     Batch,
     BlockTableConfig,
     BlockTableError,
+    ExportBuffers,
+    Layout,
     StagingRing,
     StepBuffers,
     StepMarks,
@@ -24,6 +26,7 @@ from blocktable import (
     steady_entries,
 )
 from blocktable_numba.device import StagingSlot, refuse_capture
+from blocktable_numba.exports import Exporter
 from blocktable_numba.fused_step import HEADER, FusedStep
 from blocktable_numba.kernels import (
     Pointer,
@@ -71,6 +74,7 @@ class Inputs(NamedTuple):
     idx_mapping: Pointer | None
     query_start_loc: Pointer | None
     num_computed_tokens: Pointer | None
+    seq_lens: Pointer | None
 
 
 INPUTS = Inputs._fields[1:]  # positions first: it is the one of 8-byte entries
@@ -107,6 +111,7 @@ class NumbaBlockStore:
         self.last_mark_address, self.shown_mark_address = device.address(self._last_mark), shown.address
         self._shown = shown  # owns the memory
         self.mapper: Any = None  # the slot mapper over this store, once it is made
+        self._exporter = Exporter(self)
         self._input_entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
         # gather and compute_slot_mappings take a slot each
         num_slots = 0 if device.takes_host_arrays else 2 * config.steps_in_flight
@@ -215,6 +220,15 @@ class NumbaBlockStore:
             launch_gather_block_tables(
                 self._gather, tile, inputs.idx_mapping, inputs.num_computed_tokens, *sizes, *tail
             )
+
+    def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
+        self._exporter.export(layout, batch, out, stream=stream)
+
+    def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
+        with self.device.current():
+            native, capturing = self.enter(stream)
+            refuse_capture(capturing, "A commit after invalidate()")
+            self._exporter.reset(out, native)
 
     def step(self, writes: Writes, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         """Do a whole step; inside a foreign capture by the plain kernels (R21)."""

@@ -660,7 +660,7 @@ def step_batch(
 
 _INT, _LONG = types.int32, types.int64
 _INTS, _LONGS = types.CPointer(_INT), types.CPointer(_LONG)
-_SLOTS = types.CPointer(types.void)  # stands for slots of either dtype
+_SLOTS = types.CPointer(types.void)  # stands for slots, or exported entries, of either dtype
 
 DEVICE_FUNCTIONS = (
     *("advance", "divide", "divide_32", "column_of", "local_length", "row_of", "gather_row", "request_of", "map_token"),
@@ -726,8 +726,8 @@ def specialised(name: str, features: tuple[tuple[str, bool], ...]) -> Any:
 
 @cache
 def _specialised(name: str, features: tuple[tuple[str, bool], ...]) -> Any:
-    scope = {**globals(), **dict(features)}  # Numba takes globals as constants
-    for function in DEVICE_FUNCTIONS:
+    scope = {**KERNELS[name].py_func.__globals__, **dict(features)}  # Numba takes globals as constants
+    for function in scope.keys() & DEVICE_FUNCTIONS:
         scope[function] = _device_function(_copy(scope[function].py_func, scope))
     made = cuda.jit(_copy(KERNELS[name].py_func, scope))
     SPECIALISED.append(made)

@@ -39,7 +39,9 @@ class TritonBackend:
 
     @cached_property
     def capabilities(self) -> frozenset[str]:
-        declared = {"int32_slots"} if self.is_emulated else {"int32_slots", "streams", "graph_capture"}
+        declared = {"int32_slots", "exports"}
+        if not self.is_emulated:
+            declared |= {"streams", "graph_capture"}
         if self.is_emulated or _has_cuda_graphs():
             declared.add("fused_step")
         return frozenset(declared)
@@ -76,7 +78,7 @@ class TritonBackend:
     @property
     def num_compilations(self) -> int:
         """Kernels compiled so far in this process, for any table."""
-        from blocktable_triton import kernels
+        from blocktable_triton import exports, kernels
 
         functions = (
             kernels.scatter_writes,
@@ -85,6 +87,7 @@ class TritonBackend:
             kernels.map_slots,
             kernels.apply_changes,
             kernels.step_batch,
+            *exports.EXPORT_KERNELS,
         )
         caches = [cache for function in functions for cache in getattr(function, "device_caches", {}).values()]
         return sum(len(compiled) for compiled, *_ in caches)

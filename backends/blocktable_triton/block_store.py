@@ -16,6 +16,8 @@ from blocktable import (
     Batch,
     BlockTableConfig,
     BlockTableError,
+    ExportBuffers,
+    Layout,
     StagingRing,
     StepBuffers,
     StepMarks,
@@ -25,6 +27,7 @@ from blocktable import (
     steady_entries,
 )
 from blocktable_triton.device import StagingSlot, refuse_capture
+from blocktable_triton.exports import Exporter
 from blocktable_triton.fused_step import HEADER, FusedStep
 from blocktable_triton.kernels import (
     EMULATED_TILE,
@@ -75,6 +78,7 @@ class Inputs(NamedTuple):
     idx_mapping: int
     query_start_loc: int
     num_computed_tokens: int
+    seq_lens: int
 
 
 INPUTS = Inputs._fields[1:]  # positions first: it is the one of 8-byte entries
@@ -109,6 +113,7 @@ class TritonBlockStore:
         self.last_mark_address, self.shown_mark_address = device.address(self._last_mark), shown.address
         self._shown = shown  # owns the memory
         self.mapper: Any = None  # the slot mapper over this store, once it is made
+        self._exporter = Exporter(self)
         # For host arrays; gather and compute_slot_mappings take a slot each.
         self._inputs_ring = self._staging_ring(2 * config.steps_in_flight, self._inputs_entries)
         self._last_stream: Any = None
@@ -238,6 +243,15 @@ class TritonBlockStore:
             launch_gather_block_tables(
                 self._gather, self.row_tile, inputs.idx_mapping, inputs.num_computed_tokens, *sizes, *tail
             )
+
+    def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
+        self._exporter.export(layout, batch, out, stream=stream)
+
+    def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
+        with self.device.current():
+            native, capturing = self.enter(stream)
+            refuse_capture(capturing, "A commit after invalidate()")
+            self._exporter.reset(out, native)
 
     def step(self, writes: Writes, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         """Do a whole step; inside a foreign capture by the plain kernels (R21)."""

@@ -1,0 +1,274 @@
+// The export kernels: a batch's rows in the layouts that attention kernels read. Every loop is grid-stride: any grid and any
+// block give the same result, and no block waits for another.
+// Compiled behind what kernels.cu has in front of its first kernel: Group, divide, local_length, row_of.
+//
+// All begin with the same parameters: the batch, and the groups that are exported together ("members"), which share one
+// geometry. counts is [2 * max_num_reqs + 2]: entries of each batch row; those of the call before; all; all of the call
+// before.
+
+static const int COUNT_COLUMNS = 0;  // what is an entry: a column,
+static const int COUNT_BLOCKS = 1;   // a kernel block that holds tokens,
+static const int COUNT_TOKENS = 2;   // a token
+
+static const int STATE_LAST = 1;     // which columns of a state group are exported
+static const int STATE_ALIGNED = 2;
+
+#define BATCH                                                                                        \
+  const int *__restrict__ idx_mapping,             /* [num_reqs], batch index -> row; null: identity */ \
+      const int *__restrict__ num_computed_tokens, /* [num_reqs], batch index -> tokens; null: no window is cut */ \
+      const int *__restrict__ seq_lens,            /* [num_reqs], batch index -> tokens; null: not asked for */ \
+      int num_reqs, int max_num_reqs, const Group *__restrict__ groups, /* [num_groups] */             \
+      const int *__restrict__ members,                                  /* [num_members], groups */    \
+      int num_members, const int *__restrict__ arena                    /* [arena.size] */
+
+static __device__ __forceinline__ int64 smaller(int64 a, int64 b) { return a < b ? a : b; }
+static __device__ __forceinline__ int64 larger(int64 a, int64 b) { return a > b ? a : b; }
+
+// Tokens of a batch row that this rank holds; none for a dummy.
+static __device__ __forceinline__ int64 length_of(const Group& group, const int* seq_lens, int i, int row) {
+  int64 length = row < 0 || !seq_lens ? 0 : seq_lens[i];
+  if (length <= 0) return 0;
+  return group.world_size > 1 ? local_length(group, length) : length;
+}
+
+// Columns of a batch row that the window has left behind.
+static __device__ __forceinline__ int64 first_column_of(const Group& group, const int* num_computed_tokens, int i) {
+  if (!num_computed_tokens || !group.sliding_window) return 0;
+  int64 first = larger(0, num_computed_tokens[i] - group.sliding_window + 1);
+  if (group.world_size > 1) first = local_length(group, first);
+  return divide(first, group.tokens_per_column);
+}
+
+// What column `column` of a row holds: NULL before the window, and behind what the row fills.
+static __device__ __forceinline__ int entry_of(
+    const Group& group, int g, const int* arena, int max_num_reqs, int row, int64 first_column, int64 column
+) {
+  if (row < 0 || column < first_column || column >= smaller(group.width, arena[(int64)g * max_num_reqs + row]))
+    return NULL_BLOCK_ID;
+  return arena[group.table_start + row * group.width + column];
+}
+
+// Store an entry of either dtype.
+static __device__ __forceinline__ void store_entry(void* entries, int is_wide, int64 place, int64 entry) {
+  if (is_wide) ((int64*)entries)[place] = entry;
+  else ((int*)entries)[place] = (int)entry;
+}
+
+// Count what every batch row exports, and keep what it did before.
+extern "C" __global__ void count_entries(
+    BATCH,
+    int width,  // columns that a row may export
+    int unit,   // COUNT_*
+    int* __restrict__ counts,  // [2 * max_num_reqs + 2], written
+    int* __restrict__ lengths  // [max_num_reqs], written; null: not wanted
+) {
+  // step 1: which batch row
+  int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x;
+  for (int64 i = thread; i < max_num_reqs; i += (int64)gridDim.x * blockDim.x) {
+    const Group& group = groups[members[0]];
+    int row = row_of(idx_mapping, (int)i, num_reqs, max_num_reqs);
+    // step 2: how many columns its row fills, in every group
+    int64 columns = row < 0 ? 0 : width;
+    for (int m = 0; m < num_members && row >= 0; ++m)
+      columns = smaller(columns, arena[(int64)members[m] * max_num_reqs + row]);
+    // step 3: how many tokens of it this rank holds
+    int64 length = length_of(group, seq_lens, (int)i, row);
+    if (lengths) lengths[i] = (int)length;
+    // step 4: store how many entries that makes
+    int64 tokens = group.tokens_per_column, count = columns;
+    if (unit == COUNT_BLOCKS) count = smaller(columns, divide(length + tokens - 1, tokens));
+    if (unit == COUNT_TOKENS) count = smaller(columns * tokens, length);
+    counts[max_num_reqs + i] = counts[i];
+    counts[i] = (int)count;
+  }
+}
+
+// Write where each request's entries begin, and how many tokens its last page holds.
+extern "C" __global__ void start_requests(
+    BATCH,
+    int unit,      // COUNT_*
+    int capacity,  // entries of a member's indices
+    const int* __restrict__ lengths,  // [max_num_reqs]
+    int* __restrict__ counts,         // [2 * max_num_reqs + 2], the last two written
+    int* __restrict__ indptr,         // [max_num_reqs + 1], written
+    int* __restrict__ last_page_lens  // [max_num_reqs], written
+) {
+  // step 1: which request
+  int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x;
+  for (int64 i = thread; i <= max_num_reqs; i += (int64)gridDim.x * blockDim.x) {
+    // step 2: store how many entries lie before it
+    int64 before = 0;
+    int end = (int)smaller(i, num_reqs);
+#pragma unroll 8
+    for (int j = 0; j < end; ++j) before += counts[j];
+    int64 start = smaller(before, capacity);
+    indptr[i] = (int)start;
+    if (i < max_num_reqs) {
+      // step 3: store how many tokens its last page holds
+      int64 num_pages = smaller(before + (i < num_reqs ? counts[i] : 0), capacity) - start;
+      int64 tokens = unit == COUNT_TOKENS ? 1 : groups[members[0]].tokens_per_column;
+      last_page_lens[i] = num_pages ? (int)smaller(tokens, lengths[i] - (num_pages - 1) * tokens) : 0;
+    } else {
+      // step 4: remember how many entries there are
+      counts[2 * max_num_reqs + 1] = counts[2 * max_num_reqs];
+      counts[2 * max_num_reqs] = (int)start;
+    }
+  }
+}
+
+// Write the entries of all requests, one request after another, and NULL over those of a larger batch before.
+extern "C" __global__ void write_indices(
+    BATCH,
+    int unit,      // COUNT_*
+    int capacity,  // entries of a member's indices
+    const int* __restrict__ counts,  // [2 * max_num_reqs + 2]
+    const int* __restrict__ indptr,  // [max_num_reqs + 1]
+    int* __restrict__ entries        // [num_members, capacity], written
+) {
+  int total = counts[2 * max_num_reqs];
+  int64 end = smaller(capacity, larger(total, counts[2 * max_num_reqs + 1]));
+  // step 1: which entry and group
+  int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x;
+  for (int m = blockIdx.y; m < num_members; m += gridDim.y) {
+    int g = members[m];
+    for (int64 entry = thread; entry < end; entry += (int64)gridDim.x * blockDim.x) {
+      // step 2: NULL behind the last entry
+      int64 index = NULL_BLOCK_ID;
+      if (entry < total) {
+        // step 3: which request and column
+        int i = 0, high = max_num_reqs;
+        while (high - i > 1) {
+          int middle = i + (high - i) / 2;
+          if (indptr[middle] <= entry) i = middle;
+          else high = middle;
+        }
+        int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+        int64 place = entry - indptr[i], tokens = groups[g].tokens_per_column;
+        int64 column = unit == COUNT_TOKENS ? divide(place, tokens) : place;
+        int64 first_column = row < 0 ? 0 : first_column_of(groups[g], num_computed_tokens, i);
+        index = entry_of(groups[g], g, arena, max_num_reqs, row, first_column, column);
+        if (unit == COUNT_TOKENS) index = index * tokens + (place - column * tokens);
+      }
+      // step 4: store the entry
+      entries[(int64)m * capacity + entry] = (int)index;
+    }
+  }
+}
+
+// Write the columns in use of every batch row, and the layout's null behind them.
+extern "C" __global__ void write_table(
+    BATCH,
+    int width,  // columns of a row of the table
+    const int* __restrict__ counts,  // [2 * max_num_reqs + 2]
+    int64 null,
+    int64 entry_scale,
+    int is_pair,         // whether a row of V offsets follows each row of K offsets
+    int64 value_offset,  // from a K offset to its V offset
+    int is_wide,         // whether entries are int64
+    void* __restrict__ entries  // [num_members, max_num_reqs, 1 + is_pair, width], written
+) {
+  // step 1: which batch row and group
+  for (int m = blockIdx.y; m < num_members; m += gridDim.y) {
+    int g = members[m];
+    for (int i = blockIdx.x; i < max_num_reqs; i += gridDim.x) {
+      int64 count = smaller(width, counts[i]), before = smaller(width, counts[max_num_reqs + i]);
+      int64 start = ((int64)m * max_num_reqs + i) * (1 + is_pair) * width;
+      // step 2: null over what an earlier batch left behind its columns
+      for (int64 column = count + threadIdx.x; column < before; column += blockDim.x) {
+        store_entry(entries, is_wide, start + column, null);
+        if (is_pair) store_entry(entries, is_wide, start + width + column, null);
+      }
+      // step 3: how many of them the window has left behind
+      int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+      int64 first_column = row < 0 ? 0 : first_column_of(groups[g], num_computed_tokens, i);
+      // step 4: store the columns in use
+      for (int64 column = threadIdx.x; column < count; column += blockDim.x) {
+        int block_id = entry_of(groups[g], g, arena, max_num_reqs, row, first_column, column);
+        bool is_missing = null != NULL_BLOCK_ID && block_id < groups[g].blocks_per_kv_block;
+        int64 entry = is_missing ? null : block_id * entry_scale;
+        store_entry(entries, is_wide, start + column, entry);
+        if (is_pair) store_entry(entries, is_wide, start + width + column, entry + value_offset);
+      }
+    }
+  }
+}
+
+// Take the blocks of the call before out of every batch row's map.
+extern "C" __global__ void clear_inverse_map(
+    BATCH,
+    int width,  // columns that a row may export
+    int num_kernel_blocks,
+    const int* __restrict__ counts,  // [2 * max_num_reqs + 2]
+    const int* __restrict__ mapped,  // [num_members, max_num_reqs, width], blocks that the call before mapped
+    int null,
+    int* __restrict__ entries  // [num_members, max_num_reqs, num_kernel_blocks], written
+) {
+  // step 1: which batch row and group
+  for (int m = blockIdx.y; m < num_members; m += gridDim.y) {
+    for (int i = blockIdx.x; i < max_num_reqs; i += gridDim.x) {
+      int64 before = smaller(width, counts[max_num_reqs + i]), cell = (int64)m * max_num_reqs + i;
+      // step 2: forget the column of every block that it held
+      for (int64 column = threadIdx.x; column < before; column += blockDim.x) {
+        int block_id = mapped[cell * width + column];
+        if (block_id >= 0 && block_id < num_kernel_blocks) entries[cell * num_kernel_blocks + block_id] = null;
+      }
+    }
+  }
+}
+
+// Write the column of every block that a batch row's tokens lie in.
+extern "C" __global__ void write_inverse_map(
+    BATCH,
+    int width,  // columns that a row may export
+    int num_kernel_blocks,
+    const int* __restrict__ counts,  // [2 * max_num_reqs + 2]
+    int* __restrict__ mapped,        // [num_members, max_num_reqs, width], written
+    int* __restrict__ entries        // [num_members, max_num_reqs, num_kernel_blocks], written
+) {
+  // step 1: which batch row and group
+  for (int m = blockIdx.y; m < num_members; m += gridDim.y) {
+    int g = members[m];
+    for (int i = blockIdx.x; i < max_num_reqs; i += gridDim.x) {
+      int64 count = smaller(width, counts[i]), cell = (int64)m * max_num_reqs + i;
+      // step 2: how many of its columns the window has left behind
+      int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+      int64 first_column = row < 0 ? 0 : first_column_of(groups[g], num_computed_tokens, i);
+      for (int64 column = threadIdx.x; column < count; column += blockDim.x) {
+        // step 3: remember its blocks
+        int block_id = entry_of(groups[g], g, arena, max_num_reqs, row, first_column, column);
+        mapped[cell * width + column] = block_id;
+        // step 4: store the column of each block, the last one of a block that stands there twice
+        if (block_id >= groups[g].blocks_per_kv_block && block_id < num_kernel_blocks)
+          atomicMax(entries + cell * num_kernel_blocks + block_id, (int)column);
+      }
+    }
+  }
+}
+
+// Write the blocks that hold every batch row's states.
+extern "C" __global__ void gather_state_indices(
+    BATCH,
+    int columns,  // STATE_*, or 0: the first
+    int num_columns,
+    int64 null,
+    int is_wide,                // whether entries are int64
+    void* __restrict__ entries  // [num_members, max_num_reqs, num_columns], written
+) {
+  int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_cells = (int64)max_num_reqs * num_columns;
+  // step 1: which batch row, group and place
+  for (int m = blockIdx.y; m < num_members; m += gridDim.y) {
+    int g = members[m];
+    for (int64 cell = thread; cell < num_cells; cell += (int64)gridDim.x * blockDim.x) {
+      int i = (int)divide(cell, num_columns);
+      int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+      // step 2: which column
+      int64 first = 0;
+      if (row >= 0 && columns == STATE_LAST) first = larger(0, arena[(int64)g * max_num_reqs + row] - (int64)num_columns);
+      if (row >= 0 && columns == STATE_ALIGNED)
+        first = divide(larger(0, (int64)seq_lens[i] - 1), groups[g].tokens_per_column);
+      // step 3: store the block, or null where there is none
+      int block_id = entry_of(groups[g], g, arena, max_num_reqs, row, 0, first + (cell - (int64)i * num_columns));
+      store_entry(entries, is_wide, m * num_cells + cell, block_id == NULL_BLOCK_ID ? null : block_id);
+    }
+  }
+}
