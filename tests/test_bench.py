@@ -1,8 +1,9 @@
 """`blocktable bench`: inputs, the check before the clock starts, records, tables; no figure is looked at."""
 
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from blocktable_benchmarks.render import as_markdown, as_text, fill_page
 from blocktable_benchmarks.runner import Lane, Results, run_lane
 from blocktable_benchmarks.table_lane import TableLane
 from blocktable_benchmarks.tables import Table, make_tables
-from blocktable_benchmarks.timing import gpu_step_time, steps_before_wait
+from blocktable_benchmarks.timing import Pace, gpu_step_time, host_time, steps_before_wait
 from blocktable_benchmarks.worker import SECTIONS, Worker
 from blocktable_benchmarks.workloads import (
     SWEEPS,
@@ -206,6 +207,32 @@ def test_an_entry_behind_a_row_is_a_note_for_a_peer_and_wrong_for_a_backend() ->
                 check_steps(lane, inputs, is_peer=False)
 
 
+def test_runs_beside_which_the_processor_was_slow_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Timed:
+        """Its steps take as long as the processor is slow."""
+
+        slowness = 1
+
+        def step(self, turn: int) -> None:
+            time.sleep(0.0002 * self.slowness)
+
+        def rewind(self) -> None:
+            self.slowness = next(slowness)
+
+        def synchronize(self) -> None:
+            pass
+
+    slowness: Iterator[int] = itertools.cycle([20, 1, 20])
+    subject = Timed()
+    pace = Pace(best_us=100.0)
+    monkeypatch.setattr(pace, "now", lambda: 100.0 * subject.slowness)
+    assert host_time(subject, 3, 4, pace) < 2000  # of its runs two in three take 4000
+    assert pace.last == 1.0
+    slowness = itertools.repeat(20)
+    assert host_time(subject, 3, 4, pace, patience=0.0) > 4000  # rather a slow figure than none, and it says so
+    assert pace.last == 20.0
+
+
 # Records.
 
 
@@ -237,7 +264,7 @@ def test_a_workload_that_fails_costs_its_own_record_only(monkeypatch: pytest.Mon
     make_worker(records, sections=["steps"]).run()
     failed = [record for record in records if "error" in record]
     assert [record["error"] for record in failed] == ["WrongResult: planted"]
-    assert len(records) == 1 + len(step_workloads())
+    assert len(records) == 2 + len(step_workloads())  # what the lane is, and its pace
     (error,) = results_of(records).data["errors"]
     assert error["where"] == f"steps: {failed[0]['key']}"
 
@@ -245,7 +272,8 @@ def test_a_workload_that_fails_costs_its_own_record_only(monkeypatch: pytest.Mon
 def test_what_the_time_is_over_for_is_recorded_as_not_run() -> None:
     records: list[dict[str, Any]] = []
     make_worker(records, sections=["steps"], seconds=-1).run()
-    assert all("not_run" in record for record in records[1:])
+    assert all("not_run" in record for record in records[1:-1])
+    assert records[-1]["value"]["pace_us"] > 0
     results = results_of(records).data
     assert not results["errors"]
     assert [table.title for table in make_tables(results)][-1] == "What was not run"

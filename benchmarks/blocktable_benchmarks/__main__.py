@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
@@ -113,6 +114,7 @@ def _measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
     end = time.monotonic() + options.budget
     for lane in make_lanes(options):
         lane.plan["seconds"] = min(lane.plan["seconds"], end - time.monotonic())
+        lane.plan["pace_us"] = results.data["machine"].get("pace_us", math.inf)
         if lane.plan["seconds"] > 0:
             run_lane(lane, results, warn)
         else:

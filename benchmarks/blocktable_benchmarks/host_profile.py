@@ -13,7 +13,7 @@ from typing import Any
 from blocktable_benchmarks.gpu import Gpu, find_gpu
 from blocktable_benchmarks.table_lane import TableLane
 from blocktable_benchmarks.tables import Table
-from blocktable_benchmarks.timing import host_time
+from blocktable_benchmarks.timing import Pace, host_time
 from blocktable_benchmarks.workloads import Inputs, Workload, make_inputs
 
 STEPS = 60
@@ -146,7 +146,7 @@ def profile_host(name: str, workload: Workload) -> Table:
     gpu = find_gpu() if name != "numpy" else None
     steps = min(STEPS, workload.max_steps)
     plain = _opened(name, gpu, inputs)
-    unwrapped = host_time(plain, steps, RUNS)
+    unwrapped = host_time(plain, steps, RUNS, Pace())
     plain.close()
     clock = Clock()
     with wrapped(clock):

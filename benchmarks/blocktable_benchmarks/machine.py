@@ -30,6 +30,14 @@ PACKAGES = (
 )
 
 EMPTY = 'extern "C" __global__ void empty() {}'
+CHAIN = r"""
+extern "C" __global__ void chain(const int* links, int* out) {
+  int thread = blockIdx.x * blockDim.x + threadIdx.x;
+  out[thread] = links[links[links[thread]]];
+}
+"""
+"""Three loads that depend on one another, and a store: what a small launch of this kind cannot do without."""
+CHAIN_BLOCKS, CHAIN_THREADS = 1024, 128
 
 
 def describe_machine() -> dict[str, Any]:
@@ -130,4 +138,14 @@ def _empty_launch_times(gpu: Gpu) -> dict[str, float]:
     found["cuLaunchKernel"] = queued_call_time(gpu, launch_raw)
     found["node, on the GPU"] = graph_time(gpu, launch_current)
     found["graph replay"] = queued_call_time(gpu, gpu.capture(launch_current, 1).replay)
+    found["graph of two empty nodes, on the GPU"] = eager_time(gpu, gpu.capture(launch_current, 2).replay)
+
+    chain, entries = cupy.RawKernel(CHAIN, "chain"), CHAIN_BLOCKS * CHAIN_THREADS
+    links, out = cupy.arange(entries, dtype=np.int32), cupy.zeros(entries, np.int32)
+
+    def launch_chain() -> None:
+        stream = cupy.cuda.ExternalStream(gpu.current_stream())
+        chain((CHAIN_BLOCKS,), (CHAIN_THREADS,), (links, out), stream=stream)
+
+    found["graph of two nodes of three loads each, on the GPU"] = eager_time(gpu, gpu.capture(launch_chain, 2).replay)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,11 @@ HELD_STEPS = 16
 HOLD_US = 30_000
 MAX_HOLD_US = 400_000
 RETRIES = 3
+
+PACE_NUMBERS = 3000
+CALM = 1.15
+"""The processor is undisturbed where a fixed piece of work takes at most this times its best."""
+PATIENCE_SECONDS = 2.0
 WAIT_US = 5_000
 """A step that takes longer than this behind a held stream has waited for it."""
 
@@ -51,22 +57,61 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def host_time(subject: Subject, steps: int, runs: int) -> float:
-    """Return the time until a step returns: per run a mean over `steps` steps from an idle device, then the median."""
-    per_step = []
-    for run in range(runs + 1):  # the first one warms up
+class Pace:
+    """How fast the processor runs now, against the best that was seen: a neighbour on the machine may take half of it.
+
+    Args:
+        best_us: the best that another process has seen.
+
+    Attributes:
+        best_us: microseconds of a fixed piece of work.
+        last: of the last figure, how much longer that work took beside it than at best.
+    """
+
+    def __init__(self, best_us: float = math.inf) -> None:
+        self.best_us = best_us
+        self.last = 1.0
+
+    def now(self) -> float:
+        """Do the piece of work, and return its time."""
+        start, total = time.perf_counter(), 0
+        for number in range(PACE_NUMBERS):
+            total += number & 7
+        elapsed = (time.perf_counter() - start) * 1e6
+        self.best_us = min(self.best_us, elapsed)
+        return elapsed
+
+
+def host_time(subject: Subject, steps: int, runs: int, pace: Pace, patience: float = PATIENCE_SECONDS) -> float:
+    """Return the time until a step returns: per run a mean over `steps` steps from an idle device, then the median.
+
+    Runs beside which the processor was slow do not count while there is patience (seconds) to wait for better ones; the
+    same for every lane. `pace.last` then says what those that counted had.
+    """
+    samples: list[tuple[float, float]] = []
+    deadline = time.perf_counter() + patience
+    is_warm = False  # the first run warms up
+    while True:
         subject.rewind()
         subject.synchronize()
         step = subject.step
         with no_garbage_collection():
+            slowest = pace.now()
             start = time.perf_counter()
             for turn in range(steps):
                 step(turn)
             elapsed = time.perf_counter() - start
+            slowest = max(slowest, pace.now())
         subject.synchronize()
-        if run:
-            per_step.append(elapsed / steps * 1e6)
-    return statistics.median(per_step)
+        if is_warm:
+            samples.append((slowest, elapsed / steps * 1e6))
+        is_warm = True
+        calm = sum(slowness <= CALM * pace.best_us for slowness, _ in samples)
+        if calm >= runs or (len(samples) >= runs and time.perf_counter() > deadline):
+            break
+    counted = sorted(samples)[:runs]
+    pace.last = statistics.median(slowness for slowness, _ in counted) / pace.best_us
+    return statistics.median(per_step for _, per_step in counted)
 
 
 def waited_time(subject: Subject, steps: int) -> float:

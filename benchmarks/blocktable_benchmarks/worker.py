@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from blocktable_benchmarks.peers.base import Impossible
 from blocktable_benchmarks.table_lane import TableLane
 from blocktable_benchmarks.timing import (
     QUEUE_ENTRIES,
+    Pace,
     eager_time,
     gpu_step_time,
     graph_time,
@@ -53,6 +55,10 @@ GPU_STEPS = 30
 HOST_STEPS = 30
 HOST_RUNS = 5
 ALLOCATION_STEPS = 32
+PACE_TRIES = 300
+SWEEP_PATIENCE = 0.2
+GUESSED_HOST_US = 100.0
+"""A step's host time, for how long a stream must be held while steps queue up; held longer where that is too short."""
 SWEEP_STEPS = 40
 LARGEST_SWEEP = 1 << 22
 """Tokens of all steps in one timed run of a sweep."""
@@ -67,7 +73,8 @@ class Worker:
 
     Args:
         plan: `kind` ("backend", "peer" or "machine"), `name` of the backend or `table` of the peer, `sections`,
-            `is_quick`, `seconds` for everything, `sweep_seconds` for the sweeps among it.
+            `is_quick`, `seconds` for everything, `sweep_seconds` for the sweeps among it, `pace_us` that an earlier
+            lane has seen.
         emit: takes section, key, and `value` or `error`.
     """
 
@@ -77,6 +84,7 @@ class Worker:
         self.is_quick: bool = plan["is_quick"]
         self.deadline = time.monotonic() + plan["seconds"]
         self.gpu = find_gpu() if plan.get("name") != "numpy" else None
+        self.pace = Pace(plan.get("pace_us", math.inf))
         self.steps, self.runs = (3, 2) if self.is_quick else (STEPS, RUNS) if self.gpu else (HOST_STEPS, HOST_RUNS)
 
     def run(self) -> None:
@@ -86,6 +94,9 @@ class Worker:
         for section in SECTIONS:
             if section in self.plan["sections"]:
                 getattr(self, f"_{section}")()
+        for _ in range(PACE_TRIES):
+            self.pace.now()
+        self.emit("machine", "pace", value={"pace_us": self.pace.best_us})
 
     def _try(self, section: str, key: str, measure: Callable[[], Any]) -> bool:
         if time.monotonic() > self.deadline:
@@ -176,7 +187,8 @@ class Worker:
         steps = min(self.steps, inputs.workload.max_steps, QUEUE_ENTRIES // lane.launches_per_step)
         found: dict[str, Any] = {"notes": notes, "steps": steps, "memory": lane.memory, "device_bytes": used}
         found["blocks_per_step"] = inputs.workload.num_appended * inputs.workload.num_groups
-        found["host_us"] = host_time(lane, steps, self.runs)
+        found["host_us"] = host_time(lane, steps, self.runs, self.pace)
+        found["pace"] = round(self.pace.last, 2)
         part = partial(self._part, workload, found)
         part("waited_us", lambda: waited_time(lane, steps))
         part("bytes_per_step", lambda: self._bytes_per_step(lane, steps))
@@ -203,7 +215,7 @@ class Worker:
         """Return the host's time with so many steps in flight that none waits for an earlier one, and add the GPU's."""
         lane = self._make_lane()
         lane.open(inputs, steps_in_flight=steps + 4)
-        host_us = host_time(lane, steps, self.runs)
+        host_us = host_time(lane, steps, self.runs, self.pace)
         if lane.gpu:
             found["gpu_us"] = gpu_step_time(lane.gpu, lane, min(steps, GPU_STEPS), host_us)
         lane.close()
@@ -213,7 +225,7 @@ class Worker:
         lane = self._make_lane(takes_lists=True)
         lane.open(inputs)
         check_steps(lane, inputs, is_peer=False)
-        found = host_time(lane, steps, self.runs)
+        found = host_time(lane, steps, self.runs, self.pace)
         lane.close()
         return found
 
@@ -246,11 +258,13 @@ class Worker:
     def _measure_slots(self, workload: Workload) -> dict[str, Any]:
         inputs = self._inputs(workload)
         lane = self._make_lane()
-        lane.open(inputs)
+        lane.open(inputs, steps_in_flight=GPU_STEPS + 4)
         check_slots(lane, inputs)
         found: dict[str, Any] = {"tokens": inputs.workload.num_tokens}
         gpu = self._lane_gpu(lane)
         if gpu:
+            steps = min(GPU_STEPS, inputs.workload.max_steps, QUEUE_ENTRIES // lane.launches_per_step)
+            found["step_us"] = gpu_step_time(gpu, lane, steps, GUESSED_HOST_US)
             found["gpu_us"] = graph_time(gpu, lane.map_slots)
             if lane.gather:
                 found["gather_us"] = graph_time(gpu, lane.gather)
@@ -302,7 +316,11 @@ class Worker:
         steps = max(2, min(most, QUEUE_ENTRIES // lane.launches_per_step, LARGEST_SWEEP // inputs.workload.num_tokens))
         if inputs.workload.num_tokens <= LARGEST_HOST_STEP:  # the larger ones are checked where bandwidth is measured
             check_steps(lane, inputs, is_peer=self._is_peer, steps=1)
-        found: dict[str, Any] = {"axis": axis, "x": value, "host_us": host_time(lane, steps, 3)}
+        found: dict[str, Any] = {
+            "axis": axis,
+            "x": value,
+            "host_us": host_time(lane, steps, 3, self.pace, SWEEP_PATIENCE),
+        }
         gpu = self._lane_gpu(lane)
         if gpu:
             found["gpu_us"] = gpu_step_time(gpu, lane, steps, found["host_us"], runs=1)
