@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
+from blocktable_benchmarks import exports
 from blocktable_benchmarks import worker as worker_module
 from blocktable_benchmarks.__main__ import main, make_lanes, parse
 from blocktable_benchmarks.agreement import WrongResult, check_slots, check_steps
@@ -436,3 +437,46 @@ def test_what_is_over_the_budget_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     assert main(["--quick", "--backend", "numpy", "--no-peers", "--budget", "0", "--json", str(path)]) == 1
     assert [entry["lane"] for entry in json.loads(path.read_text())["not_run"]] == ["machine", "numpy"]
+
+
+# Exports.
+
+
+def test_exports_are_measured_and_what_groups_share_is_counted(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of one geometry at once take one call and one set of counts; each alone as many as there are groups."""
+    plain = exports.ExportLane.__init__
+
+    def with_gpu(self: exports.ExportLane, name: str, _gpu: Any, inputs: Any) -> None:
+        plain(self, name, None, inputs)
+        self.gpu = gpu if _gpu is not None else None  # type: ignore[assignment]
+
+    monkeypatch.setattr(exports.ExportLane, "__init__", with_gpu)
+    records: list[dict[str, Any]] = []
+    worker = make_worker(records, sections=["exports"])
+    worker.gpu = gpu  # type: ignore[assignment]
+    worker.run()
+    found = {record["key"]: record["value"] for record in records if record["section"] == "exports"}
+    assert list(found) == [case.name for case in exports.CASES]
+    together, alone = found["CSR, all groups at once"], found["CSR, each group alone"]
+    assert (together["calls"], alone["calls"]) == (1, 2)
+    assert alone["count_bytes"] == 2 * together["count_bytes"] > 0
+    assert all(case["host_us"] > 0 and case["gpu_us"] > 0 for case in found.values())
+    (table,) = [table for table in make_tables(results_of(records).data) if table.name == "exports"]
+    assert [row[0] for row in table.rows] == [f"{name}: numpy" for name in found]
+    assert {row[4] for row in table.rows} == {"1"}
+
+
+def test_a_wrong_export_is_found_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = exports.ExportLane.arrays_of
+
+    def wrong(self: exports.ExportLane, sets: Any) -> dict[str, Any]:
+        arrays = plain(self, sets)
+        if self.table is not reference.table and "indptr" in arrays:
+            arrays["indptr"][1] += 1
+        return arrays
+
+    inputs = make_inputs(exports.export_workload(is_quick=True))
+    lane, reference = exports.ExportLane("numpy", None, inputs), exports.ExportLane("numpy", None, inputs)
+    monkeypatch.setattr(exports.ExportLane, "arrays_of", wrong)
+    with pytest.raises(WrongResult, match="CSR, 1 group: 1 of 9 indptr differ"):
+        exports._measure(lane, reference, exports.CASES[0])

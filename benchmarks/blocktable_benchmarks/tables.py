@@ -49,6 +49,7 @@ def make_tables(results: Results) -> list[Table]:
         _steps,
         _slots,
         _bandwidth,
+        _exports,
         _memory,
         _waits,
         _sweeps,
@@ -237,6 +238,24 @@ def _bandwidth_cell(found: dict[str, Any] | None) -> str:
     if "impossible" in found:
         return "cannot"
     return f"{found['GB_per_s']:,.0f} GB/s, {found['share_of_copy']} %"
+
+
+def _exports(results: Results) -> list[Table]:
+    """One row for each case and lane; the bytes are those that groups of one geometry share."""
+    rows = []
+    for case in _workloads(results, "exports"):
+        for name, content in _present(results, "exports").items():
+            found = content.get(case)
+            if found is None:
+                continue
+            timed = is_timed(results["lanes"][name])
+            times = [_number(found.get("gpu_us"), 2), _number(found.get("host_us"))] if timed else ["right", "-"]
+            launches = results["lanes"][name].get("export_launches", {}).get(case, {}).get("on_the_gpu")
+            counted = [_number(found["calls"]), _number(launches), _number(found["count_bytes"])]
+            rows.append([f"{case}: {name}", *times, *counted])
+    header = ["", "GPU us", "host us", "calls", "on the GPU", "bytes of counts"]
+    title = "Exports of 256 requests of up to 250 blocks, GPU us by graph replay"
+    return [Table("exports", title, header, rows)]
 
 
 def _memory(results: Results) -> list[Table]:
