@@ -180,7 +180,7 @@ FLASH_ATTENTION_4_HD256 = Layout(
     kind="table",
     exact_width=True,
     source="Dao-AILab/flash-attention: flash_attn/cute/interface.py",
-    note="M must be max_seqlen_k / page size",
+    note="M must be the call's max_seqlen_k / page size; a slice of that many columns serves too",
 )
 FLASHINFER = Layout(
     name="flashinfer",
@@ -207,7 +207,7 @@ TRTLLM_GEN_MLA = Layout(
     block_sizes=(32, 64),
     width_tokens=128,
     contiguity="strict",
-    source="flashinfer-ai/flashinfer: flashinfer/mla.py",
+    source="flashinfer-ai/flashinfer: flashinfer/mla",
     note="counters and workspace zeroed",
 )
 TRTLLM_GEN_KV = Layout(
@@ -225,7 +225,7 @@ FLASH_MLA = Layout(
     consumer="FlashMLA",
     kind="table",
     block_sizes=(64,),
-    source="deepseek-ai/FlashMLA: csrc/",
+    source="deepseek-ai/FlashMLA: flash_mla/flash_mla_interface.py",
 )
 FLASHINFER_MLA = Layout(
     name="flashinfer_mla",
@@ -292,7 +292,7 @@ TENSORRT_LLM = Layout(
     shape=("B", "2", "M"),
     power_of_two=True,
     contiguity="strict",
-    source="NVIDIA/TensorRT-LLM: cpp/tensorrt_llm/kernels/kvCacheIndex.h",
+    source="NVIDIA/TensorRT-LLM: cpp/include/tensorrt_llm/kernels/kvCacheIndex.h",
     note="groups are pools: export several at once; the sign bit is the kernel's, so entries must fit 31 bits",
 )
 AITER_MLA = Layout(
@@ -316,7 +316,7 @@ TPU_RAGGED = Layout(
     kind="table",
     shape=("B*M",),
     contiguity="strict",
-    source="vllm-project/tpu-inference: kernels/ragged_paged_attention",
+    source="vllm-project/tpu-inference: tpu_inference/kernels/ragged_paged_attention",
     note="one flat array of all rows that the table has",
 )
 VLLM_TABLE = Layout(
@@ -462,7 +462,7 @@ def exact_width(config: BlockTableConfig, group: int) -> int:
 
 def _check_exact(layout: Layout, exact: int, columns: int, held: str, steps: dict[Layout, int]) -> None:
     rule = f"{layout.name}: {layout.width_rule}, which are {exact}"
-    if columns > exact:
+    if columns != exact:
         raise _clash(held, rule)
     for other, step in steps.items():
         raise _clash(rule, f"{other.name}: {other.width_rule}, a multiple of {step} columns")

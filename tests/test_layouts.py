@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -139,6 +141,47 @@ def test_where_vllm_0_25_1_is_wrong(block_size: int) -> None:
     assert sum(wrong) >= 14
 
 
+PROBE = """
+import json, sys
+import torch
+from vllm.v1.worker.block_table import MultiGroupBlockTable
+
+widths = []
+for capacity, block_size, kernel_block_size, max_model_len in json.load(sys.stdin):
+    if sys.argv[1] == "0.25.1":
+        arguments = (2, max_model_len, 8, False, torch.device("cpu"), [block_size], [kernel_block_size])
+    else:
+        columns = capacity * (block_size // kernel_block_size)
+        arguments = (2, 8, False, torch.device("cpu"), [kernel_block_size], [columns])
+    widths.append(MultiGroupBlockTable(*arguments)[0].max_num_blocks_per_req)
+print(json.dumps(widths))
+"""
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0"])
+def test_the_rules_are_those_of_the_engines_own_classes(version: str) -> None:
+    """Where vLLM's files lie in .peers, its tables have the widths that this page and `plan_width` give."""
+    folder = ROOT / f".peers/vllm-{version}"
+    if not folder.is_dir() or importlib.util.find_spec("torch") is None:
+        pytest.skip(f"no torch, or no vLLM {version} in .peers")
+    cases, expected = [], []
+    for block_size, kernel_block_size, max_model_len in GEOMETRIES:
+        plain = config(block_size, kernel_block_size, max_model_len)
+        capacity = plain.capacity(0)
+        cases.append((capacity, block_size, kernel_block_size, max_model_len))
+        theirs = generator.vllm_0_25_1_width(capacity, block_size, kernel_block_size)
+        expected.append(theirs if version == "0.25.1" else bt.plan_width(plain, [VLLM]).width)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROBE, version],
+        input=json.dumps(cases),
+        env=os.environ | {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
 def test_the_capacity_binds_where_nothing_rounds() -> None:
     plan = bt.plan_width(config(48, 16, 96), ["flash_attention_3", "flashinfer", "flex_attention"])
     assert (plan.width, plan.width_alignment) == (6, 1)
@@ -193,6 +236,8 @@ def test_fixed_capacities_clash_with_rounding_and_with_states() -> None:
     with pytest.raises(bt.ConfigError, match=r"R3.*vllm_table"):
         bt.plan_width(fixed, [VLLM])
     assert bt.plan_width(config(16, 16, 100, blocks_per_row=8), [VLLM]).width == 8
+    with pytest.raises(bt.ConfigError, match=r"R3.*flash_attention_4_hd256.*which are 7"):
+        bt.plan_width(fixed, ["flash_attention_4_hd256"])
     states = replace(bt.LAYOUTS["aligned_state"], num_columns=4)
     with pytest.raises(bt.ConfigError, match=r"R3.*aligned_state: 4 columns"):
         bt.plan_width(fixed, [states])
