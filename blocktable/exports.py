@@ -159,6 +159,8 @@ class ExportSets:
         self._own: weakref.WeakKeyDictionary[StepBuffers, dict[tuple[Layout, tuple[int, ...]], ExportBuffers]]
         self._own = weakref.WeakKeyDictionary()
         self._views: weakref.WeakKeyDictionary[ExportBuffers, dict[int, Export]] = weakref.WeakKeyDictionary()
+        self._tables: weakref.WeakKeyDictionary[StepBuffers, dict[Any, tuple[Any, Export]]]
+        self._tables = weakref.WeakKeyDictionary()
 
     def check_groups(self, groups: int | Sequence[int]) -> tuple[int, ...]:
         """Return the groups as a tuple of distinct ones that exist."""
@@ -176,6 +178,26 @@ class ExportSets:
     def keep(self, out: ExportBuffers, buffers: StepBuffers) -> None:
         """Make export buffers belong to a set of buffers."""
         self._own.setdefault(buffers, {})[(out.layout, out.groups)] = out
+
+    def batch_tables(
+        self, layout: Layout, groups: tuple[int, ...], buffers: StepBuffers, tables: tuple[Array, ...]
+    ) -> Export:
+        """Return the batch tables of some groups as an export, the same object for the same tables (R26).
+
+        Args:
+            layout: that the batch tables meet.
+            groups: the groups.
+            buffers: the set that the tables belong to.
+            tables: one view for each group of the table, the same tuple for the same sizes.
+        """
+        views = self._tables.setdefault(buffers, {})
+        key = (layout, groups, id(tables))  # of a tuple that is kept beside its export, so the number stays its own
+        if key not in views:
+            check_block_size(self._config.groups[groups[0]], [layout])
+            if len(views) >= MAX_CACHED_EXPORTS:
+                views.clear()
+            views[key] = (tables, Export(layout, tuple(shaped(tables[group], layout) for group in groups)))
+        return views[key][1]
 
     def check_own(self, out: Any) -> None:
         """Refuse buffers that this table did not make."""

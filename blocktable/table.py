@@ -22,7 +22,7 @@ from blocktable.checks import (
 from blocktable.config import BlockTableConfig
 from blocktable.constants import PAD_SLOT_ID
 from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError, UnsupportedError
-from blocktable.exports import Export, ExportSets, is_batch_table, require_seq_lens, shaped
+from blocktable.exports import Export, ExportSets, is_batch_table, require_seq_lens
 from blocktable.layouts import Layout, check_block_size, find_layout
 from blocktable.metadata import Layouts, MetadataPlan, StepMetadata, layouts_per_group, make_metadata, make_plan
 from blocktable.protocols import (
@@ -588,7 +588,8 @@ class BlockTable:
         else:
             views, buffers = self._views_of(out), self._buffers(out)
             if is_batch_table(self.config, found, chosen):
-                return self._batch_table_export(found, chosen, self._block_table_views(views, buffers, checked))
+                tables = self._block_table_views(views, buffers, checked)
+                return self._exports.batch_tables(found, chosen, buffers, tables)
             target = self._export_buffers(found, chosen, buffers, handle)
         if found.kind != "placeholder":
             batch = Batch(
@@ -697,10 +698,6 @@ class BlockTable:
             raise ArgumentError(f"seq_lens must hold {num_reqs} entries, one a request, got {found}.")
         self._require_device(seq_lens)
         return found
-
-    def _batch_table_export(self, layout: Layout, groups: tuple[int, ...], tables: tuple[Array, ...]) -> Export:
-        check_block_size(self.config.groups[groups[0]], [layout])
-        return Export(layout, tuple(shaped(tables[group], layout) for group in groups))
 
     def _export_buffers(
         self, layout: Layout, groups: tuple[int, ...], buffers: StepBuffers, stream: int | None

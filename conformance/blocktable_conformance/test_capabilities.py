@@ -68,12 +68,12 @@ def test_arrays_survive_the_way_to_the_device_and_back(subject_once: Subject) ->
 
 
 def test_declared_capabilities_have_code_behind_them(subject_once: Subject) -> None:
-    """A store has step() where `fused_step` is declared, and export() where `exports` is.
+    """A store has step() where `fused_step` is declared, and export() and reset_export() where `exports` is.
 
     Rules: R21.
     """
     store = make(subject_once, GROUP).table.store
-    for capability, method in (("fused_step", "step"), ("exports", "export")):
+    for capability, method in (("fused_step", "step"), ("exports", "export"), ("exports", "reset_export")):
         declared = subject_once.declares(capability)
         check(
             not declared or callable(getattr(store, method, None)),

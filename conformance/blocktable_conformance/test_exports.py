@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
 
 from blocktable import (
     LAYOUTS,
@@ -23,6 +24,7 @@ from blocktable import (
     UnsupportedError,
     Writes,
 )
+from blocktable_conformance import profiles
 from blocktable_conformance.asserts import check, check_values, must_raise
 from blocktable_conformance.cases import make, shard
 from blocktable_conformance.exports import RULES, ExportPair
@@ -30,6 +32,7 @@ from blocktable_conformance.oracle import Geometry
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.strategies import INT32_MAX, INT32_MIN, batches, bulk_calls, configs
 from blocktable_conformance.subject import Subject, address
+from blocktable_conformance.test_stateful import TableHistory
 
 
 def layout(kind: Any, **fields: Any) -> Layout:
@@ -315,6 +318,8 @@ def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
         same = address(entries) == address(pair.table.buffers.block_tables[group])
         check(same and tuple(entries.shape) == (3, 4), "R26", f"group {group} must be the batch table itself.")
     check(address(other.entries[0]) == address(more.block_tables[0]), "R26", "out= must choose the batch table.")
+    again = pair.table.export("flash_attention_3", mapping, groups=(0, 1), num_reqs_padded=3)
+    check(again is first, "R25", "a steady export must return the same object.")
     check(tuple(flat.entries[0].shape) == (12,), "R26", f"the flat table has shape {flat.entries[0].shape}.")
     check(tuple(shaped.entries[0].shape) == (2, 1, 4, 1), "R26", f"cuDNN's has shape {shaped.entries[0].shape}.")
     own = pair.table.export("flash_attention_3", None, num_reqs=3)
@@ -758,6 +763,64 @@ def test_csr_equals_the_batch_table(subject_once: Subject, data: st.DataObject, 
         same = np.array_equal(mine, tables[group][request, : mine.size])
         behind = tables[group][request, mine.size :]
         check(same and not behind.any(), "R27", f"request {request} of group {group} is exported as {mine.tolist()}.")
+
+
+class ExportHistory(TableHistory):
+    """A table's life with exports in between, each into arrays that earlier ones have written."""
+
+    @rule(data=st.data())
+    def export(self, data: st.DataObject) -> None:
+        """Export any batch in a layout of this history, or in one more."""
+        exports = self.__dict__.setdefault("exports", [])
+        wanted = data.draw(st.sampled_from(VARIANTS))
+        group = self._group(data)
+        if is_allowed(wanted, self.config.groups[group], self.shapes[group], self.num_rows) and len(exports) < 3:
+            exports.append(ExportPair(self.pair, wanted, (group,)))
+        if not exports:
+            return
+        chosen: ExportPair = data.draw(st.sampled_from(exports))
+        batch: Any = data.draw(batches(self.config, self.pair.oracle))
+        chosen.run(
+            batch.idx_mapping,
+            _draw_lengths(data, self.pair, chosen.groups[0], batch.idx_mapping),
+            num_reqs_padded=batch.num_reqs_padded,
+            num_computed_tokens=batch.num_computed_tokens,
+        )
+
+    @rule(data=st.data())
+    def export_more(self, data: st.DataObject) -> None:
+        """Export again: histories shall hold several."""
+        self.export(data)
+
+
+def test_exports_in_any_history(subject_once: Subject) -> None:
+    """After any operations, steps, sleeps and other exports, an export is what the oracle says.
+
+    Rules: R9, R24, R25, R26, R27, R28, R29, R30, R31.
+    """
+    machine = type("ExportHistory", (ExportHistory,), {"subject": subject_once})
+    profile = profiles.current()
+    run_state_machine_as_test(machine, settings=profile.settings(max(1, profile.machine_examples // 3)))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    "wanted", [CSR, TOKEN_CSR, KV, INVERSE_MAP, MISSING_IS_MINUS_1], ids=lambda wanted: wanted.kind
+)
+def test_long_rows(subject_once: Subject, wanted: Layout) -> None:
+    """Rows of hundreds of columns, far more than a program does at once, beside short ones, and then the short alone.
+
+    Rules: R25, R26, R27, R28, R29, R30.
+    """
+    group = KVCacheGroup(block_size=2, num_blocks=1500)
+    pair = make(subject_once, group, width=700)
+    for row, number in enumerate((700, 1, 331, 64)):
+        pair.do("set_row", row, [1 + (7 * row + 3 * index) % 1499 for index in range(number)])
+    pair.commit()
+    export = ExportPair(pair, wanted)
+    export.run([1, 0, 3, 2], [2, 1399, 127, 662])
+    export.run([3, 1], [128, 1])
+    export.run([2, -1, 0], [1, 5, 700])
 
 
 def test_every_layout_of_the_package_can_be_exported(subject_once: Subject) -> None:
