@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from blocktable import (
     LAYOUTS,
@@ -30,7 +30,7 @@ from blocktable_conformance.cases import make, shard
 from blocktable_conformance.exports import RULES, ExportPair
 from blocktable_conformance.oracle import Geometry
 from blocktable_conformance.pair import Pair
-from blocktable_conformance.strategies import INT32_MAX, INT32_MIN, batches, bulk_calls, configs
+from blocktable_conformance.strategies import INT32_MAX, INT32_MIN, BatchDraw, batches, bulk_calls, configs
 from blocktable_conformance.subject import Subject, address
 from blocktable_conformance.test_stateful import TableHistory
 
@@ -672,7 +672,7 @@ def test_garbage_writes_nothing_outside(subject_once: Subject, wanted: Layout) -
 # Properties.
 
 
-def is_allowed(wanted: Layout, spec: KVCacheGroup, shape: Geometry, max_num_reqs: int) -> bool:
+def is_allowed(wanted: Layout, spec: KVCacheGroup, shape: Geometry) -> bool:
     """Say whether a group may be exported in a layout of this suite (R25-R31), worked out once more."""
     world_size = shape.share.world_size if shape.share else 1
     if wanted.kind == "placeholder":
@@ -705,7 +705,7 @@ def test_exports_equal_the_oracle(subject_once: Subject, data: st.DataObject, co
     pair.commit()
     wanted = data.draw(st.sampled_from(VARIANTS))
     group = data.draw(st.integers(0, len(config.groups) - 1))
-    if not is_allowed(wanted, config.groups[group], pair.oracle.shapes[group], config.max_num_reqs):
+    if not is_allowed(wanted, config.groups[group], pair.oracle.shapes[group]):
         with must_raise(BlockTableError, f"R25, {RULES[wanted.kind]}", f"{wanted.kind} of {config.groups[group]}"):
             pair.table.create_export(wanted, group)
         return
@@ -721,8 +721,9 @@ def test_exports_equal_the_oracle(subject_once: Subject, data: st.DataObject, co
         )
 
 
-def _draw_lengths(data: st.DataObject, pair: Pair, group: int, mapping: Sequence[int]) -> list[int]:
+def _draw_lengths(data: st.DataObject, pair: Pair, group: int, mapping: Sequence[int] | None) -> list[int]:
     """Draw a length for each request around what its row holds, and now and then a wild one."""
+    assert mapping is not None
     shape = pair.oracle.shapes[group]
     tokens = shape.kernel_block_size * (shape.share.world_size if shape.share else 1)
     offsets = data.draw(st.lists(st.integers(-2 * tokens, 3), min_size=len(mapping), max_size=len(mapping)))
@@ -766,30 +767,36 @@ def test_csr_equals_the_batch_table(subject_once: Subject, data: st.DataObject, 
 
 
 class ExportHistory(TableHistory):
-    """A table's life with exports in between, each into arrays that earlier ones have written."""
+    """A table's life with exports after every step and in between, each into arrays that earlier ones have written."""
+
+    @initialize(data=st.data(), config=configs(), is_empty=st.just(False))
+    def start(self, data: st.DataObject, config: BlockTableConfig, is_empty: bool) -> None:
+        """Begin with rows that hold blocks, and buffers of several layouts."""
+        super().start(data, config, is_empty)
+        first = data.draw(st.integers(0, len(VARIANTS) - 1))
+        layouts = [VARIANTS[(first + 3 * index) % len(VARIANTS)] for index in range(5)]
+        wanted = [(each, group) for each in layouts for group in range(len(config.groups))]
+        self.exports = [
+            ExportPair(self.pair, each, (group,))
+            for each, group in wanted
+            if is_allowed(each, config.groups[group], self.shapes[group])
+        ]
 
     @rule(data=st.data())
     def export(self, data: st.DataObject) -> None:
-        """Export any batch in a layout of this history, or in one more."""
-        exports = self.__dict__.setdefault("exports", [])
-        wanted = data.draw(st.sampled_from(VARIANTS))
-        group = self._group(data)
-        if is_allowed(wanted, self.config.groups[group], self.shapes[group], self.num_rows) and len(exports) < 3:
-            exports.append(ExportPair(self.pair, wanted, (group,)))
-        if not exports:
-            return
-        chosen: ExportPair = data.draw(st.sampled_from(exports))
-        batch: Any = data.draw(batches(self.config, self.pair.oracle))
-        chosen.run(
-            batch.idx_mapping,
-            _draw_lengths(data, self.pair, chosen.groups[0], batch.idx_mapping),
-            num_reqs_padded=batch.num_reqs_padded,
-            num_computed_tokens=batch.num_computed_tokens,
-        )
+        """Export any batch."""
+        batch = data.draw(batches(self.config, self.pair.oracle))
+        for each in self.exports:
+            lengths = _draw_lengths(data, self.pair, each.groups[0], batch.idx_mapping)
+            each.run(
+                batch.idx_mapping,
+                lengths,
+                num_reqs_padded=batch.num_reqs_padded,
+                num_computed_tokens=batch.num_computed_tokens,
+            )
 
-    @rule(data=st.data())
-    def export_more(self, data: st.DataObject) -> None:
-        """Export again: histories shall hold several."""
+    def _step(self, data: st.DataObject, batch: BatchDraw) -> None:
+        super()._step(data, batch)
         self.export(data)
 
 
