@@ -1,0 +1,65 @@
+"""Context parallelism in earnest: a process and a device for each rank, over torch.distributed."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import blocktable as bt
+from attention import Part
+from proof.variants import Variant, run
+
+
+def serve(rank: int, variant: Variant, meeting_place: str) -> None:
+    """Serve all requests as one rank, which holds its own tokens' keys and values alone; fails if a token differs."""
+    world = variant.world_size
+    if variant.device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if variant.device == "cuda" else "gloo", init_method=meeting_place, rank=rank, world_size=world
+    )
+    # Of four ranks or more, two share the decode dimension and the others the prefill dimension, as in larger engines.
+    decode_size = 2 if world % 2 == 0 else world
+    starts, stride = range(0, world, decode_size), range(decode_size)
+    decode_groups = [dist.new_group(list(range(start, start + decode_size))) for start in starts]
+    prefill_groups = [dist.new_group(list(range(start, world, decode_size))) for start in stride]
+    shard = bt.ContextParallel.from_process_groups(
+        dcp=decode_groups[rank // decode_size],
+        pcp=prefill_groups[rank % decode_size],
+        interleave_size=variant.interleave_size,
+    )
+
+    def all_ranks(parts: list[Part]) -> list[Part]:
+        ((mean, log_sum),) = parts
+        own = torch.cat((mean, log_sum[..., None]), -1)
+        gathered = [torch.empty_like(own) for _ in range(world)]
+        dist.all_gather(gathered, own)
+        return [(part[..., :-1], part[..., -1]) for part in gathered]
+
+    try:
+        result = run(variant, [shard], all_ranks)
+        print(f"rank {shard.rank} of {shard.world_size}: {result.report(variant)}", flush=True)
+    finally:
+        dist.destroy_process_group()
+    if not result.is_pass:
+        raise SystemExit(1)
+
+
+def run_ranks(variant: Variant) -> bool:
+    """Start a process for each rank and wait; say whether all of them got the dense cache's tokens."""
+    if variant.device == "cuda" and torch.cuda.device_count() < variant.world_size:
+        print(f"FAIL {variant.world_size} ranks want as many GPUs; torch sees {torch.cuda.device_count()}.")
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        meeting_place = (Path(folder) / "ranks").as_uri()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            mp.spawn(serve, (variant, meeting_place), nprocs=variant.world_size)
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            print(f"FAIL a rank ended: {error}")
+            return False
+    return True

@@ -1,0 +1,207 @@
+"""Serves a set of requests in one way of many, and holds the result against the dense cache, token for token."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+import blocktable as bt
+from attention import Part
+from model import ModelConfig, Transformer
+from model_runner import ModelRunner
+from proof.dense_cache import generate
+from scheduler import Scheduler
+
+NUM_DRAFTS = 3
+NUM_BEST = 4
+FEATURES = (
+    "mixed batches",
+    "chunked prefills",
+    "shared blocks",
+    "preemptions",
+    "resumes",
+    "drafts accepted",
+    "rollbacks",
+    "blocks rolled back",
+    "forks",
+    "copies on write",
+    "copies of states",
+    "evictions",
+)
+"""What must have happened at least once, in whatever way the requests are served."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to serve. `world_size`: context-parallel ranks, all in this process; `attention`: "torch" or "triton"."""
+
+    backend: str = "numpy"
+    rows: str = "stable"
+    graphs: str = "off"
+    device: str = "cpu"
+    world_size: int = 1
+    interleave_size: int = 1
+    attention: str = "torch"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.backend} on {self.device}, {self.rows} rows, graphs {self.graphs}, W {self.world_size}, "
+            f"I {self.interleave_size}, attention in {self.attention}"
+        )
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        dense = ("move_row", "permute_rows") if self.rows == "dense" else ()
+        return (*FEATURES, *dense, *(("graph replays",) if self.graphs == "on" else ()))
+
+
+@dataclass
+class Result:
+    """What came of a variant: the requests whose tokens differ, what never happened, blocks that nobody gave back."""
+
+    wrong: list[tuple[int, int]]
+    missing: list[str]
+    num_leaked: int
+    counts: Counter[str]
+    smallest_gap: float
+    seconds: float
+    num_requests: int
+    num_tokens: int
+
+    @property
+    def is_pass(self) -> bool:
+        return not (self.wrong or self.missing or self.num_leaked)
+
+    def report(self, variant: Variant) -> str:
+        """Return a verdict, what was served, and how often each feature was used."""
+        counts = ", ".join(f"{feature.replace('_', ' ')} {self.counts[feature]}" for feature in variant.features)
+        return (
+            f"{'PASS' if self.is_pass else 'FAIL'} {variant}: {self.num_requests} requests, {self.num_tokens} new "
+            f"tokens, {self.counts['steps']} steps in {self.seconds:.1f} s; smallest gap of the two best logits "
+            f"{self.smallest_gap:.1e}; {counts}"
+            + (f"; other tokens in requests {self.wrong}" if self.wrong else "")
+            + (f"; never happened: {', '.join(self.missing)}" if self.missing else "")
+            + (f"; blocks still held: {self.num_leaked}" if self.num_leaked else "")
+        )
+
+
+def all_variants(device: str) -> list[Variant]:
+    """Return every backend with both kinds of rows, without and with graphs, then each way to share tokens."""
+    own = Variant(device=device, attention="torch" if device == "cpu" else "triton")
+    every_backend = [
+        replace(own, backend=backend, rows=rows, graphs=graphs)
+        for backend in ("numpy", "triton", "cupy", "numba")
+        for rows in ("stable", "dense")
+        for graphs in ("off", "on")
+        if (device, backend, graphs) != ("cuda", "numpy", "on")  # its tables are on the host
+    ]
+    every_share = [
+        replace(own, backend="numpy" if device == "cpu" else "triton", world_size=size, interleave_size=turn, rows=rows)
+        for size in (1, 2, 4)
+        for turn in (1, 16)
+        for rows in ("stable", "dense")
+    ]
+    return every_backend + every_share
+
+
+@cache
+def requests() -> tuple[tuple[list[int], int, int], ...]:
+    """Return the prompt, the number of new tokens and the number of samples of each request."""
+    chooser = random.Random(10)
+
+    def tokens(least: int, most: int) -> list[int]:
+        return [chooser.randrange(ModelConfig.vocab_size) for _ in range(chooser.randint(least, most))]
+
+    system_prompt = tokens(64, 64)
+    made = []
+    for number in range(16):
+        prompt = system_prompt + tokens(4, 40) if number % 3 == 0 else tokens(4, 50)
+        made.append((prompt, chooser.randint(8, 40), 3 if number in (2, 4, 9) else 1))
+    return tuple(made)
+
+
+@cache
+def model_and_truth(device: str) -> tuple[Transformer, dict[tuple[int, int], list[int]]]:
+    """Return the model and what the dense cache generates; in float64 on a CPU, in float32 on a GPU."""
+    model = Transformer(ModelConfig(), torch.device(device), torch.float64 if device == "cpu" else torch.float32)
+    return model, {
+        (number, sample): generate(model, prompt, num_new_tokens, sample)
+        for number, (prompt, num_new_tokens, num_samples) in enumerate(requests())
+        for sample in range(num_samples)
+    }
+
+
+def table_config(shard: bt.ContextParallel) -> bt.BlockTableConfig:
+    """Return the geometry: caches too small for all requests at once, in blocks that the ranks can share."""
+    turn = shard.interleave_size
+    size, window_size = (8, 4) if turn == 1 else (turn, turn)
+    num_blocks = [2 + max(8, 280 // (block_size * shard.world_size)) for block_size in (size, window_size)]
+    return bt.BlockTableConfig(
+        groups=[
+            bt.KVCacheGroup(block_size=size, kernel_block_size=size // 2, num_blocks=num_blocks[0]),
+            bt.KVCacheGroup(block_size=window_size, sliding_window=ModelConfig.window, num_blocks=num_blocks[1]),
+            bt.KVCacheGroup(block_size=1, slot_mode="none", blocks_per_row=1 + NUM_DRAFTS, num_blocks=40),
+        ],
+        max_num_reqs=8,
+        max_num_batched_tokens=40,
+        max_model_len=150,
+        lookahead_tokens=NUM_DRAFTS,
+        context_parallel=shard,
+    )
+
+
+def run(
+    variant: Variant,
+    shards: Sequence[bt.ContextParallel] | None = None,
+    exchange: Callable[[list[Part]], list[Part]] = list,
+    numbers: Sequence[int] | None = None,
+) -> Result:
+    """Serve the requests and compare.
+
+    Args:
+        variant: how.
+        shards: of the ranks in this process. None: all ranks.
+        exchange: as ModelRunner's.
+        numbers: which requests. None: all.
+    """
+    size, turn = variant.world_size, variant.interleave_size
+    shards = shards or [bt.ContextParallel(world_size=size, rank=rank, interleave_size=turn) for rank in range(size)]
+    model, truth = model_and_truth(variant.device)
+    started = time.perf_counter()
+    runner = ModelRunner(
+        model,
+        [table_config(shard) for shard in shards],
+        variant.backend,
+        is_dense=variant.rows == "dense",
+        num_best=NUM_BEST,
+        attention=variant.attention,
+        graph_sizes=(2, 4, 8) if variant.graphs == "on" else (),
+        exchange=exchange,
+    )
+    scheduler = Scheduler(runner, max_chunk=16)
+    wanted = {name: tokens for name, tokens in truth.items() if numbers is None or name[0] in numbers}
+    for number in sorted({number for number, _ in wanted}):
+        scheduler.add(number, *requests()[number])
+    while scheduler.step():
+        pass
+    seconds = time.perf_counter() - started
+    while any(scheduler.prefixes.evict(group) for group in scheduler.groups):
+        pass
+    for rank in runner.ranks:
+        rank.table.commit()
+        rank.table.verify()
+    return Result(
+        wrong=[name for name, tokens in wanted.items() if scheduler.finished.get(name) != tokens],
+        missing=[feature for feature in variant.features if not runner.counts[feature]],
+        num_leaked=sum(sum(pool.num_holders) for pool in scheduler.pools)
+        + sum(int(rank.table.num_blocks_per_row.sum()) for rank in runner.ranks),
+        counts=runner.counts,
+        smallest_gap=scheduler.smallest_gap,
+        seconds=seconds,
+        num_requests=len(wanted),
+        num_tokens=sum(map(len, wanted.values())),
+    )
