@@ -39,7 +39,7 @@ def attend_in_torch(query: Tensor, key: Tensor, value: Tensor, kv: Tensor, view:
     kept = view.slots >= 0
     kv[:, view.slots[kept]] = torch.stack((key[kept], value[kept]))
     world, rank, turn = view.shard.world_size, view.shard.rank, view.shard.interleave_size
-    local = torch.arange(view.shard.local_lengths(int(batch.positions.max()) + 1))
+    local = torch.arange(view.shard.local_lengths(int(batch.positions.max()) + 1), device=query.device)
     positions = local // turn * (world * turn) + rank * turn + local % turn  # the inverse of R12
     columns = view.block_table[:, local // view.tokens_per_column].long()  # [num_reqs, num_local]
     slots = columns * view.tokens_per_column + local % view.tokens_per_column

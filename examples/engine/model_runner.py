@@ -16,8 +16,8 @@ from request import Request
 
 NEVER_WRITTEN = 7.0
 """What an unwritten cell holds: whoever reads one by mistake gets other tokens out."""
-INT64 = ("state_columns", "tokens", "positions")
-"""The other inputs are int32."""
+TABLE_INPUTS = ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens")
+INT64_INPUTS = ("state_columns", "tokens", "positions")
 
 
 @dataclass
@@ -76,7 +76,7 @@ class ModelRunner:
         backend: of the tables.
         is_dense: whether the batch is rows 0 .. n - 1 of the table, so that no `idx_mapping` is needed.
         num_best: tokens to return for each position, the best first.
-        attention: "torch" or "triton".
+        attention: `attend_in_torch`, or what does the same.
         graph_sizes: batch sizes to capture a decode step for. A CPU has no graphs: there a replay is the call itself.
         exchange: takes this process's parts of an attention and returns all ranks' parts.
     """
@@ -89,15 +89,11 @@ class ModelRunner:
         *,
         is_dense: bool,
         num_best: int,
-        attention: str = "torch",
+        attention: Callable[..., Part] = attend_in_torch,
         graph_sizes: Sequence[int] = (),
         exchange: Callable[[list[Part]], list[Part]] = list,
     ) -> None:
-        self.model, self.is_dense, self.exchange, self.attention = model, is_dense, exchange, attend_in_torch
-        if attention == "triton":
-            from attention_kernel import attend_in_triton
-
-            self.attention = attend_in_triton
+        self.model, self.is_dense, self.attention, self.exchange = model, is_dense, attention, exchange
         self.ranks, self.counts = [Rank(config, backend, model) for config in configs], Counter[str]()
         config, device = configs[0], model.embedding.device
         self.max_decode_len = config.groups[STATE].blocks_per_row or 1  # a token and its drafts
@@ -106,13 +102,15 @@ class ModelRunner:
         sizes |= dict.fromkeys(("tokens", "positions"), config.max_num_batched_tokens)
         pinned = device.type == "cuda"
         self.host = {
-            name: torch.zeros(size, dtype=torch.int64 if name in INT64 else torch.int32, pin_memory=pinned)
+            name: torch.zeros(size, dtype=torch.int64 if name in INT64_INPUTS else torch.int32, pin_memory=pinned)
             for name, size in sizes.items()
         }
         self.inputs = {name: array.to(device) for name, array in self.host.items()}  # on a CPU the same arrays
         self.best = torch.zeros(config.max_num_batched_tokens, num_best, dtype=torch.int64, device=device)
         self.best_logits = self.best.to(model.embedding.dtype)
         self.graphs: dict[int, Callable[[], None]] = {}
+        if graph_sizes and device.type == "cuda" and self.ranks[0].is_on_host:
+            raise ValueError(f"The tables of backend {backend!r} are on the host, where no CUDA graph reaches them.")
         for size in graph_sizes:
             self.capture(size)
 
@@ -177,8 +175,7 @@ class ModelRunner:
     def run(self, batch: Batch) -> None:
         """Let each rank's table make its step, and the model use it. All of it can be captured."""
         for rank in self.ranks:
-            inputs = {name: getattr(batch, name) for name in ("idx_mapping", "query_start_loc", "positions")}
-            inputs["num_computed_tokens"] = batch.num_computed_tokens
+            inputs: dict[str, Any] = {name: getattr(batch, name) for name in TABLE_INPUTS}
             if rank.is_on_host:
                 inputs = {name: self.host[name].numpy()[: len(array)] for name, array in inputs.items()}
             if self.is_dense:

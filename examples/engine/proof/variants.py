@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 import blocktable as bt
-from attention import Part
+from attention import Part, attend_in_torch
 from model import ModelConfig, Transformer
 from model_runner import ModelRunner
 from proof.dense_cache import generate
@@ -90,7 +90,7 @@ class Result:
 
 
 def all_variants(device: str) -> list[Variant]:
-    """Return every backend with both kinds of rows, without and with graphs, then each way to share tokens."""
+    """Return every backend with both kinds of rows, without and with graphs, and each way to share tokens."""
     own = Variant(device=device, attention="torch" if device == "cpu" else "triton")
     every_backend = [
         replace(own, backend=backend, rows=rows, graphs=graphs)
@@ -105,7 +105,8 @@ def all_variants(device: str) -> list[Variant]:
         for turn in (1, 16)
         for rows in ("stable", "dense")
     ]
-    return every_backend + every_share
+    shared = [replace(own, backend=backend, world_size=2, interleave_size=16) for backend in ("cupy", "numba")]
+    return every_backend + every_share + shared
 
 
 @cache
@@ -133,6 +134,15 @@ def model_and_truth(device: str) -> tuple[Transformer, dict[tuple[int, int], lis
         for number, (prompt, num_new_tokens, num_samples) in enumerate(requests())
         for sample in range(num_samples)
     }
+
+
+def attention(library: str) -> Callable[..., Part]:
+    """Return the attention in plain torch, or the one in Triton, which not every machine has."""
+    if library == "torch":
+        return attend_in_torch
+    from attention_kernel import attend_in_triton
+
+    return attend_in_triton
 
 
 def table_config(shard: bt.ContextParallel) -> bt.BlockTableConfig:
@@ -178,7 +188,7 @@ def run(
         variant.backend,
         is_dense=variant.rows == "dense",
         num_best=NUM_BEST,
-        attention=variant.attention,
+        attention=attention(variant.attention),
         graph_sizes=(2, 4, 8) if variant.graphs == "on" else (),
         exchange=exchange,
     )
