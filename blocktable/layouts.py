@@ -258,7 +258,7 @@ TRITON_UNIFIED = Layout(
     kind="table",
     block_multiple=16,
     source="vLLM: v1/attention/ops/triton_unified_attention.py",
-    note="the row's stride is passed; whole tiles are read behind a sequence's last token",
+    note="the row's stride is passed; whole tiles of it are read behind a sequence's last token; block 0 may hold NaN",
 )
 VARLEN_ATTN = Layout(
     name="varlen_attn",
@@ -275,7 +275,7 @@ FLEX_ATTENTION = Layout(
     null=-1,
     block_multiple=16,
     source="vLLM: v1/attention/backends/flex_attention.py",
-    note="columns behind the sequence's length are not in it",
+    note="columns behind the sequence's length are not in it; the whole cache must be finite, block 0 too",
 )
 TORCH_PAGED_ATTENTION = Layout(
     name="torch_paged_attention",

@@ -58,6 +58,32 @@ KIND_NOTES: dict[Kind, str] = {
     "placeholder": "nothing is launched (R26)",
 }
 
+KERNELS = """
+## Checked with the kernels themselves
+
+Kernels that are not ours read these layouts in a test, laid out from vLLM's released wheels (never part of this
+project) or as torch brings them:
+
+```bash
+python -m blocktable_benchmarks.peers.consumers .peers
+python tests/gpu/consumers.py triton cupy numba
+```
+
+Requests of random lengths are served in changing batches, with padded rows and tokens, PAD slots and blocks that a
+window has let go of, by graphs captured once and replayed. Each output must equal dense attention within its dtype's
+error, and each cache must be, bit for bit, what it was outside the slots of real tokens. What the kernels need of
+memory that no token was written to is shown too:
+
+| kernel | reads | the NULL block, and slots not written yet |
+| --- | --- | --- |
+| vLLM `reshape_and_cache_flash` (Triton) | slots | are not touched: it skips negative slots |
+| vLLM `unified_attention` (Triton) | `triton_unified` | may hold anything: tests fill both with NaN |
+| torch FlexAttention, whole cache | `flex_attention` | must be finite: what its mask hides is multiplied by 0 |
+
+FlashInfer, FlashAttention 3 and torch's `varlen_attn` run where they are installed, and are said to be absent
+elsewhere; FlashInfer's page table is read in plain Python besides, by its published definition.
+"""
+
 VLLM = """\
 ## Widths in vLLM
 
@@ -119,7 +145,7 @@ def page() -> str:
         "| kind | what it holds | |",
         "| --- | --- | --- |",
         *(f"| {kind} | {text} | {KIND_NOTES[kind]} |" for kind, text in KINDS.items()),
-        "",
+        KERNELS,
         VLLM + vllm_widths(),
     ]
     return "\n".join(parts) + "\n"

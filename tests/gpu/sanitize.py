@@ -17,7 +17,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-CASES = "cases_bounds or cases_padding or cases_context_parallel or poison"
+CASES = "cases_bounds or cases_padding or cases_context_parallel or poison or garbage or behind_a_filled_count"
 # Failed API calls are left out: libraries probe for entry points that a driver may not have.
 TOOLS = {"memcheck": ["--padding", "256", "--report-api-errors", "no"], "initcheck": ["--report-api-errors", "no"]}
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
