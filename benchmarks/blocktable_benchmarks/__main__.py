@@ -22,7 +22,7 @@ from blocktable_benchmarks.runner import Lane, Results, run_lane
 from blocktable_benchmarks.tables import make_tables
 from blocktable_benchmarks.workloads import shrink, step_workloads
 
-SECTIONS = ("steps", "slots", "bandwidth", "probes", "exports", "launches")
+SECTIONS = ("steps", "slots", "bandwidth", "probes", "bulk", "exports", "launches")
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import blocktable as bt
 from blocktable.host_path import host_path_description
 from blocktable_benchmarks.agreement import check_slots, check_steps
+from blocktable_benchmarks.bulk import measure_bulk
 from blocktable_benchmarks.exports import measure_exports
 from blocktable_benchmarks.gpu import Gpu, find_gpu
 from blocktable_benchmarks.machine import measure_launches, measure_machine
@@ -47,7 +48,7 @@ from blocktable_benchmarks.workloads import (
     sweep_workload,
 )
 
-SECTIONS = ("machine", "steps", "slots", "bandwidth", "sweep", "probes", "exports", "launches")
+SECTIONS = ("machine", "steps", "slots", "bandwidth", "sweep", "probes", "bulk", "exports", "launches")
 """In the order they run: a profiler's traces slow down what comes after it."""
 
 STEPS = 100
@@ -333,6 +334,10 @@ class Worker:
             from blocktable_benchmarks.peers.probes import probe
 
             self._try("probes", "contract", lambda: probe(self._make_lane, self.gpu))
+
+    def _bulk(self) -> None:
+        if not self._is_peer:
+            measure_bulk(self.plan["name"], self._try, is_quick=self.is_quick)
 
     def _exports(self) -> None:
         """Behind all other times: a profiler counts what exports launch."""
