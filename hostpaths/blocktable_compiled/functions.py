@@ -336,3 +336,42 @@ def pack_changes(state, knows_values, size, block):
                 block[first_value + value_start + entry] = mirror[offset + entry]
             value_start += length
     return end
+
+
+@njit(cache=True, nogil=True)
+def append_one_block_each(
+    rows,  # [n] int64, distinct rows of the table
+    ids,  # [n * num_groups] int32, row after row, one for each group; any int32
+    tables,  # [num_groups, 3] int64: table_start, width, blocks_per_kv_block
+    num_rows,
+    mirror,  # [mirror_size] int32, written; its entries may be any int32
+    offsets,  # [journal_size] int64, the journal, written
+    lengths,  # [journal_size] int64
+    size,  # ranges in the journal
+):
+    """Add one block to rows of all groups, for the tables of a drop-in, which has checked that there is room.
+
+    The new ranges are disjoint and ascending.
+
+    Returns:
+        The journal's size; REFUSED with nothing changed where it has no room.
+    """
+    n, num_groups = rows.size, tables.shape[0]
+    if size + 2 * n * num_groups > offsets.size:
+        return REFUSED
+    order = np.argsort(rows)
+    first_entry = size + n * num_groups
+    for g in range(num_groups):
+        table_start, width, k = tables[g, 0], tables[g, 1], tables[g, 2]
+        for i in range(n):
+            row = rows[order[i]]
+            cell, block_id = g * num_rows + row, np.int64(ids[order[i] * num_groups + g])
+            entry = table_start + row * width + mirror[cell]
+            offsets[size], lengths[size] = cell, 1
+            offsets[first_entry], lengths[first_entry] = entry, k
+            size += 1
+            first_entry += 1
+            for part in range(k):
+                mirror[entry + part] = np.int32(block_id * k + part)
+            mirror[cell] += k
+    return first_entry

@@ -1,0 +1,87 @@
+"""The buffers of a drop-in's table: vLLM's `CpuGpuBuffer` by type, over memory that the table's state owns."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+
+class TableBuffer:
+    """`block_table`: replacing one of its arrays is noticed, and a copy to the device is a commit.
+
+    Args:
+        state: of the table.
+        group: which group's rows it shows.
+    """
+
+    def __init__(self, state: Any, group: int) -> None:
+        vars(self).update(
+            __state__=state,
+            __group__=group,
+            gpu=state.device.tables[group],
+            cpu=state.host.tables[group],
+            np=state.host.rows[group],
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["__state__"].give_up_rows()
+        object.__setattr__(self, name, value)
+
+    def copy_to_gpu(self, n: int | None = None) -> Any:
+        """Commit the first n rows (None: all) and return them on the device."""
+        state = vars(self)["__state__"]
+        if state.has_own_rows:
+            state.commit_group(vars(self)["__group__"], n)
+            return vars(self)["gpu"][:n]
+        gpu: Any = self.gpu  # type: ignore[attr-defined]
+        return gpu[:n].copy_(self.cpu[:n], non_blocking=True)  # type: ignore[attr-defined]
+
+
+class TrackedBuffer(TableBuffer):
+    """As `TableBuffer`; whoever asks for the host's rows may write to them."""
+
+    @property
+    def np(self) -> Any:
+        """[max_num_reqs, width] int32, numpy, writable."""
+        return self._shown("np")
+
+    @np.setter
+    def np(self, value: Any) -> None:
+        vars(self)["np"] = value
+
+    @property
+    def cpu(self) -> Any:
+        """The same memory as a torch tensor."""
+        return self._shown("cpu")
+
+    @cpu.setter
+    def cpu(self, value: Any) -> None:
+        vars(self)["cpu"] = value
+
+    def _shown(self, name: str) -> Any:
+        state, group, value = (vars(self)[key] for key in ("__state__", "__group__", name))
+        own = state.host.tables[group] if name == "cpu" else state.host.rows[group]
+        return state.show_rows(group, name) if value is own else value
+
+
+class SlotBuffer:
+    """`slot_mapping`: replacing one of its arrays is noticed.
+
+    Args:
+        state: of the table.
+        gpu: [max_num_batched_tokens] int64, torch, on the device.
+        cpu: the same on the host.
+    """
+
+    def __init__(self, state: Any, gpu: Any, cpu: Any) -> None:
+        vars(self).update(__state__=state, gpu=gpu, cpu=cpu, np=cpu.numpy())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["__state__"].has_own_slots = False
+        object.__setattr__(self, name, value)
+
+
+@cache
+def as_vllm(kind: type, vllm_buffer: type) -> Any:
+    """Return a subclass of `kind` that is vLLM's `CpuGpuBuffer` too, whose own constructor it does not call."""
+    return type("CpuGpuBuffer", (kind, vllm_buffer), {})
