@@ -1,0 +1,154 @@
+"""The fuzzer itself: it finds broken drop-ins, repeats itself, and fails where it compared nothing (tox -e vllm)."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e vllm")
+pytest.importorskip("triton", reason="triton is not installed: tox -e vllm")
+
+PROFILE = "0.25.1"
+PEERS = Path(os.environ.get("BLOCKTABLE_PEERS") or Path(__file__).parents[1] / ".peers")
+PEER = PEERS / f"vllm-{PROFILE}"
+
+if not PEER.is_dir():
+    pytest.skip(f"vLLM's files are not laid out: tox -e vllm, or lay_out {PEERS}", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("vLLM's kernel is to be interpreted: TRITON_INTERPRET=1", allow_module_level=True)
+
+from blocktable.engines.vllm.tables import PlainTable  # noqa: E402
+from blocktable.engines.vllm.tracking import TrackedState  # noqa: E402
+from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES  # noqa: E402
+from blocktable_conformance.vllm_fuzz.histories import MANY, draw_call, draw_geometry  # noqa: E402
+from blocktable_conformance.vllm_fuzz.run import Outcome, Plan, is_expected, run, shrink  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PEER))
+
+
+def fuzz(mode: str, calls: int, seed: int = 5) -> Outcome:
+    return run(Plan(PROFILE, mode, "numpy", False, calls, 120, seed, 0.0), CPU)
+
+
+def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A state whose method does nothing."""
+    return lambda patch: patch.setattr(TrackedState, name, lambda self, *args, **kwargs: None)
+
+
+def changed(name: str, change: Callable[..., Any], kind: type = TrackedState) -> Callable[[pytest.MonkeyPatch], None]:
+    """A state one of whose methods is wrapped: `change` gets the method, then its arguments."""
+    method = getattr(kind, name)
+    return lambda patch: patch.setattr(kind, name, lambda self, *args, **kw: change(method, self, *args, **kw))
+
+
+def show_rows_and_forget(method: Any, state: Any, group: int, name: str) -> Any:
+    view = method(state, group, name)
+    state._shown.clear()
+    return view
+
+
+def swap_what_is_counted(method: Any, state: Any, group: int, a: int, b: int) -> None:
+    state._highest[group] = 0
+    method(state, group, a, b)
+
+
+def clear_counts(method: Any, state: Any, group: int) -> None:
+    method(state, group)
+    state.host.counts[group] = 0
+
+
+def clamp_to_host(method: Any, state: Any, n: int) -> None:
+    method(state, n)
+    state.device.counts.copy_(torch.from_numpy(np.maximum(state.host.counts, 0)))
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "rows that come back are trusted": without("_mark_new_rows"),
+    "held rows are not watched": changed("show_rows", show_rows_and_forget),
+    "written counts are not looked for": without("_settle_counts"),
+    "a swap leaves tails": changed("swap_row", swap_what_is_counted),
+    "clear() resets counts": changed("clear_group", clear_counts),
+    "rows behind the commit are sent": changed("_within", lambda method, self, offsets, lengths, n: (offsets, lengths)),
+    "counts of rows behind the commit are sent": changed("commit", clamp_to_host),
+    "a count is not sent": changed("_mark_count", lambda method, self, group, row: self._rooms.__setitem__(row, 0)),
+    "a move empties its source": changed(
+        "move_row", lambda method, self, group, src, tgt, **kw: method(self, group, src, tgt, clears_source=True)
+    ),
+    "a patched kernel is ignored": lambda patch: patch.setattr(PlainTable, "_replaced_kernel", lambda self: None),
+    "the interleave size is ignored": lambda patch: patch.setattr(
+        PlainTable,
+        "_geometry",
+        lambda self, width, real=PlainTable._geometry: real(self, width)._replace(interleave_size=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_it_finds_a_broken_drop_in(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    MUTANTS[name](monkeypatch)
+    outcome = fuzz("fast", 6000)
+    assert outcome.failure is not None
+    assert outcome.failure.startswith("Different: ")
+
+
+@pytest.mark.parametrize("mode", ["fast", "strict"])
+def test_the_right_one_passes(mode: str) -> None:
+    assert fuzz(mode, 600).failure is None
+
+
+def test_a_seed_gives_the_same_histories() -> None:
+    first, second, other = (fuzz("fast", 300, seed) for seed in (1, 1, 2))
+    assert first.met == second.met
+    assert first.met != other.met
+
+
+def test_a_difference_that_is_never_met_is_no_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blocktable_conformance.vllm_fuzz.run.MANY_CALLS", 1)
+    outcome = fuzz("strict", 1)
+    assert outcome.failure is not None
+    assert "never met" in outcome.failure
+
+
+def test_a_failing_history_is_cut_to_what_is_needed() -> None:
+    history: list[Any] = [("call", number) for number in range(50)]
+    kept = shrink(history, lambda calls: {("call", 7), ("call", 31)} <= set(calls), seconds=10)
+    assert kept == [("call", 7), ("call", 31)]
+
+
+def test_every_call_is_drawn_and_every_difference_belongs_somewhere() -> None:
+    chance = random.Random(0)
+    geometry = draw_geometry(chance, PROFILE, MANY)
+    from blocktable_conformance.vllm_fuzz.histories import DRAW, WEIGHTS, Look
+
+    assert DRAW.keys() == WEIGHTS.keys()
+    rows = geometry.max_num_reqs
+    widths = [8] * geometry.num_groups
+    look = Look(geometry, widths, [[1] * rows for _ in widths], 0, False)
+    assert {draw_call(chance, look)[0] for _ in range(30000)} == WEIGHTS.keys()
+    plans = [
+        Plan(profile, mode, "numpy", tails, 1, 1, 0, 0.0)
+        for profile in ("0.25.1", "0.33.0")
+        for mode, tails in (("fast", False), ("strict", False), ("fast", True))
+    ]
+    assert all(any(is_expected(name, plan) for plan in plans) for name in DIFFERENCES)
+
+
+def test_without_vllms_files_it_fails(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "blocktable_conformance.vllm_fuzz", "--peers", str(tmp_path), "--mode", "fast"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "is not there" in done.stdout
+    assert "2 comparisons, 2 failed" in done.stdout
