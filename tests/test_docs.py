@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import blocktable as bt
+from blocktable.engines.vllm import settings
+from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")]
@@ -116,6 +118,27 @@ def test_every_variable_of_ours_is_described() -> None:
     sources = "".join(path.read_text() for path in [*packages, *ROOT.glob("blocktable/*.py")])
     described = table_after("docs/integrating.md", "variables")
     assert set(re.findall(r'"(BLOCKTABLE_[A-Z_]+)"', sources)) == {name for name in described if "BLOCKTABLE" in name}
+
+
+# vLLM.
+
+
+def test_the_named_differences_of_the_drop_in_are_those_of_its_fuzzer() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE)
+    assert rows == [
+        (
+            name,
+            difference.vllm,
+            difference.ours,
+            "; ".join([", ".join(difference.modes), *(difference.profiles if len(difference.profiles) == 1 else ())]),
+        )
+        for name, difference in DIFFERENCES.items()
+    ]
+
+
+def test_variables_of_the_drop_in_are_those_of_its_settings() -> None:
+    described = table_after("docs/vllm.md", "vllm variables")
+    assert list(described) == [value for name, value in vars(settings).items() if name.endswith("_VARIABLE")]
 
 
 # Links, examples, commands.

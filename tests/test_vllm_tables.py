@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -365,3 +367,11 @@ def test_a_table_is_freed_with_its_last_reference(mode: str) -> None:
         assert state() is None
     finally:
         gc.enable()
+
+
+def test_the_example_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs/vllm.md").read_text()
+    (code,) = re.findall(r"<!-- drop-in -->\n```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "docs/vllm.md", "exec"), {"torch": torch})
+    said = re.findall(r"print\(.*\)  # (.*)", code)
+    assert capsys.readouterr().out.splitlines() == said
