@@ -7,6 +7,7 @@ from typing import Any
 from blocktable.engines.vllm.state import State
 from blocktable.engines.vllm.tables import Multi0251, Multi0330, PlainMulti, PlainTable, Table0251, Table0330
 from blocktable.engines.vllm.tracking import TrackedState
+from blocktable.protocols import IntArray
 
 
 class TrackedTable(PlainTable):
@@ -38,8 +39,8 @@ class TrackedTable(PlainTable):
         if not state.has_own_rows:
             super().append_row(block_ids, row_idx)
         elif not (len(state.groups) == 1 and state.queue((block_ids,), row_idx)) and block_ids:
-            row = state.row_index(row_idx)
-            state.store(group, self._prepare(block_ids, row, replaces=False), row, replaces=False)
+            row, columns = self._prepare(block_ids, row_idx, replaces=False)
+            state.store(group, columns, row, replaces=False)
 
     def add_row(self, block_ids: Any, row_idx: int) -> None:
         """Replace what a row holds; what it held behind the new blocks stays. Errors: as `append_row`."""
@@ -48,14 +49,13 @@ class TrackedTable(PlainTable):
             super().add_row(block_ids, row_idx)
             return
         row = state.row_index(row_idx)
-        state.store(group, self._prepare(block_ids, row, replaces=True), row, replaces=True)
+        columns = self._prepare(block_ids, row, replaces=True)[1] if block_ids else None
+        state.store(group, columns, row, replaces=True)
 
-    def _prepare(self, block_ids: Any, row: int, *, replaces: bool) -> Any:
-        """Return the columns of an append, checked; None: there are none."""
-        if not block_ids:
-            return None
+    def _prepare(self, block_ids: Any, row_idx: Any, *, replaces: bool) -> tuple[int, IntArray]:
+        """Return the row and the columns of an append, checked."""
         state, group = self.__blocktable__
-        return state.prepare(group, self._expand(block_ids), row, replaces=replaces)
+        return state.prepare(group, self._expand(block_ids), row_idx, replaces=replaces)  # type: ignore[no-any-return]
 
     def clear_row(self, row_idx: int) -> None:
         """Make a row empty, and its counted columns NULL."""
@@ -111,13 +111,12 @@ class TrackedMulti(PlainMulti):
         if not state.has_own_rows:
             super().append_row(block_ids, row_idx)
             return
-        prepared, row = [], 0
+        prepared = []
         for group, table in enumerate(self.block_tables):
             ids = block_ids[group]
             if ids:  # else vLLM does not look at the row
-                row = state.row_index(row_idx)
-                prepared.append((group, table._prepare(ids, row, replaces=False)))
-        for group, columns in prepared:
+                prepared.append((group, *table._prepare(ids, row_idx, replaces=False)))
+        for group, row, columns in prepared:
             state.store(group, columns, row, replaces=False)
 
     def add_row(self, block_ids: Any, row_idx: int) -> None:
@@ -127,9 +126,10 @@ class TrackedMulti(PlainMulti):
             super().add_row(block_ids, row_idx)
             return
         row = state.row_index(row_idx)
-        prepared = [
-            table._prepare(block_ids[group], row, replaces=True) for group, table in enumerate(self.block_tables)
-        ]
+        prepared = []
+        for group, table in enumerate(self.block_tables):
+            ids = block_ids[group]
+            prepared.append(table._prepare(ids, row, replaces=True)[1] if ids else None)
         for group, columns in enumerate(prepared):
             state.store(group, columns, row, replaces=True)
 

@@ -174,19 +174,23 @@ class TrackedState(State):
             self._settle_counts()
         return index
 
-    def prepare(self, group: int, columns: Any, row: int, *, replaces: bool) -> IntArray:
+    def prepare(self, group: int, columns: Any, row: Any, *, replaces: bool) -> tuple[int, IntArray]:
         """Check an append, or with `replaces` new contents, of kernel blocks; change nothing.
 
         Args:
+            group: which one.
             columns: a sequence of ints, whatever numpy stores into int32.
+            row: as `row_index` takes it.
+            replaces: whether they go in place of what the row holds.
 
         Returns:
-            [n] int32.
+            The row's index; [n] int32.
 
         Raises:
             RowCapacityError: they do not fit.
         """
         checked = np.empty(len(columns), np.int32)
+        row = self.row_index(row)  # in vLLM's order, for its errors: length, row, contents
         checked[:] = columns
         used = 0 if replaces else int(self.host.counts[group, row])
         if used < 0 or used + checked.size > self._widths[group]:
@@ -194,7 +198,7 @@ class TrackedState(State):
                 f"row {row} of group {group} holds {used} of {self._widths[group]} columns: {checked.size} more do not "
                 "fit; nothing was changed."
             )
-        return checked
+        return row, checked
 
     def store(self, group: int, columns: IntArray | None, row: int, *, replaces: bool) -> None:
         """Append kernel blocks that `prepare` returned, or replace a row by them; None: by nothing."""

@@ -48,6 +48,11 @@ DIFFERENCES = {
         "its slot is PAD",
         modes=("fast",),
     ),
+    "overwritten_device_row": Difference(
+        "what somebody writes to the batch's rows on the device is undone by the next commit",
+        "it stays until the entry changes on the host",
+        modes=("fast",),
+    ),
     "lost_id": Difference(
         "one id appended to a full row is dropped without an error, and counted",
         "RowCapacityError, a ValueError; nothing is changed",

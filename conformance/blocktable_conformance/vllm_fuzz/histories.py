@@ -81,15 +81,13 @@ FEW = Kernels(
 def draw_geometry(chance: random.Random, profile: str, kernels: Kernels) -> Geometry:
     """Return a geometry; few rows and tokens, since vLLM's kernel is interpreted on the CPU."""
     is_multi = chance.random() < 0.75
-    groups = [chance.choice(kernels.block_sizes) for _ in range(chance.choice((1, 2, 2, 3)) if is_multi else 1)]
-    if profile == "0.33.0":
-        groups = [(kernel, kernel) for _, kernel in groups]
-    pcp, dcp, interleave_size = chance.choice(kernels.shares)
-    if chance.random() < 0.97:  # else it may be refused
-        while any(block % interleave_size for block, _ in groups) or (
-            profile == "0.33.0" and pcp not in (None, (1, 0))
-        ):
-            pcp, dcp, interleave_size = chance.choice(kernels.shares)
+    shares = [share for share in kernels.shares if profile != "0.33.0" or share[0] in (None, (1, 0))]
+    pcp, dcp, interleave_size = chance.choice(shares)
+    sizes = [(kernel if profile == "0.33.0" else block, kernel) for block, kernel in kernels.block_sizes]
+    whole = [size for size in sizes if size[0] % interleave_size == 0]
+    if whole and chance.random() < 0.9:  # else it may be refused
+        sizes = whole
+    groups = [chance.choice(sizes) for _ in range(chance.choice((1, 2, 2, 3)) if is_multi else 1)]
     has_slots = [profile != "0.33.0" or chance.random() < 0.85 for _ in groups]
     return Geometry(
         is_multi=is_multi,
@@ -288,6 +286,11 @@ def _fill_device(chance: random.Random, look: Look, target: int) -> tuple[Any, .
     return chance.randint(0, look.geometry.max_num_reqs), chance.randint(-1, 3)
 
 
+def _overwrite_device(chance: random.Random, look: Look, target: int) -> tuple[Any, ...]:
+    column = chance.randrange(look.widths[max(target, 0)])
+    return chance.randrange(look.geometry.max_num_reqs), column, chance.randint(0, 3)
+
+
 def _assign(chance: random.Random, look: Look, target: int) -> tuple[Any, ...]:
     return chance.choice(((2, 1), (2, 0), (1, 0)))  # world size and rank
 
@@ -311,6 +314,7 @@ WEIGHTS: dict[str, float] = {
     "write_held": 0.8,
     "let_go": 0.8,
     "fill_device": 2,
+    "overwrite_device": 0.5,
     "attributes": 0.5,
     "map_to_kernel_blocks": 0.3,
     "assign": 0.1,
@@ -340,6 +344,7 @@ DRAW: dict[str, Any] = {
     "write_held": _write_held,
     "let_go": _nothing,
     "fill_device": _fill_device,
+    "overwrite_device": _overwrite_device,
     "attributes": _nothing,
     "map_to_kernel_blocks": lambda chance, look, target: (_ids(chance, 4),),
     "assign": _assign,
