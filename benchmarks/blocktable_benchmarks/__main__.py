@@ -17,6 +17,7 @@ import blocktable as bt
 from blocktable.cli import Parser, UsageError, warn
 from blocktable_benchmarks.page import require_matplotlib, write_report
 from blocktable_benchmarks.peers import find_peers
+from blocktable_benchmarks.peers.drop_in import MODES
 from blocktable_benchmarks.render import as_text, fill_page
 from blocktable_benchmarks.runner import Lane, Results, run_lane
 from blocktable_benchmarks.tables import make_tables
@@ -43,6 +44,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--peers", metavar="DIR", help="folder with vllm-<version>/vllm folders; default: an installed vLLM, if any")
     add("--no-peers", action="store_true", help="no engine's table")
+    add(
+        "--drop-in",
+        action="store_true",
+        help="also time the vLLM drop-in, in both modes over each backend; wants torch",
+    )
     add("--quick", action="store_true", help="a smoke test over tiny sizes; the one mode that runs emulated backends")
     add(
         "--sweep",
@@ -144,6 +150,13 @@ def make_lanes(options: argparse.Namespace) -> list[Lane]:
         lanes += [
             Lane(peer.name, {"kind": "peer", "table": peer.table, "sections": sections, **shared}, peer.path)
             for peer in find_peers(options.peers)
+        ]
+    if options.drop_in:
+        lanes += [
+            Lane(f"drop-in, {mode}, {name}", {"kind": "drop-in", "name": name, "mode": mode, "sections": own, **shared})
+            for name in backends
+            for mode in MODES
+            for own in [[section for section in sections if section in ("steps", "launches")]]
         ]
     if options.both_host_paths:
         lanes += [

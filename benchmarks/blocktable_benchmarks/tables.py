@@ -47,6 +47,7 @@ def make_tables(results: Results) -> list[Table]:
         _machine,
         _lanes,
         _steps,
+        _drop_ins,
         _slots,
         _bandwidth,
         _bulk,
@@ -178,6 +179,32 @@ def _step_rows(results: Results, name: str, workload: str) -> list[list[str]]:
 
 def _ratio(peer: float | None, ours: float | None) -> str:
     return "-" if peer is None or not ours else f"{peer / ours:.1f}x"
+
+
+def _drop_ins(results: Results) -> list[Table]:
+    """The drop-in beside the engine's own table whose calls it takes."""
+    lanes = {name: lane for name, lane in results["lanes"].items() if lane["kind"] == "drop-in" and is_timed(lane)}
+    own = {
+        name: lane
+        for name, lane in results["lanes"].items()
+        if lane["kind"] == "peer" and name.endswith("V1") and is_timed(lane)
+    }
+    if not lanes or not own:
+        return []
+    rows = []
+    for workload in _workloads(results, "steps"):
+        rows.append([workload, *[""] * (2 * len(own) + 2)])
+        for name, lane in {**own, **lanes}.items():
+            found = lane.get("steps", {}).get(workload, {})
+            row = [name]
+            for key in ("host_us", "waited_us"):
+                time = found.get(key)
+                row.append(_number(time))
+                row += [_ratio(peer.get("steps", {}).get(workload, {}).get(key), time) for peer in own.values()]
+            rows.append(row)
+    ratios = [[f"{what} x {name}" for name in own] for what in ("host", "wait")]
+    header = ["", "host us", *ratios[0], "with a wait us", *ratios[1]]
+    return [Table("drop-ins", "The vLLM drop-in beside vLLM's own V1 tables, by the same calls", header, rows)]
 
 
 def _slots(results: Results) -> list[Table]:

@@ -74,8 +74,8 @@ class Worker:
     """Runs the sections of a plan.
 
     Args:
-        plan: `kind` ("backend", "peer" or "machine"), `name` of the backend or `table` of the peer, `sections`,
-            `is_quick`, `seconds` for everything, `sweep_seconds` for the sweeps among it, `pace_us` that an earlier
+        plan: `kind` ("backend", "peer", "drop-in" or "machine"), `name` of the backend or `table` of the peer, the
+            drop-in's `mode`, `sections`, `is_quick`, `seconds` for everything, `sweep_seconds` for the sweeps among it, `pace_us` that an earlier
             lane has seen.
         emit: takes section, key, and `value` or `error`.
     """
@@ -118,7 +118,7 @@ class Worker:
     def _introduce(self) -> bool:
         """Say what the lane is, or why it is absent."""
         try:
-            about = self._describe_peer() if self._is_peer else self._describe_backend()
+            about = self._describe_peer() if self.plan["kind"] == "peer" else self._describe_backend()
         except (bt.BlockTableError, ImportError) as error:
             about = {"absent": str(error)}
         if about.get("is_emulated") and not self.is_quick:
@@ -153,11 +153,16 @@ class Worker:
             from blocktable_benchmarks.peers import make_lane
 
             return make_lane(self.plan["table"], self.gpu)
+        if self.plan["kind"] == "drop-in":
+            from blocktable_benchmarks.peers.drop_in import DropInLane
+
+            return DropInLane(self.plan["mode"], self.plan["name"], self.gpu)
         return TableLane(self.plan["name"], self.gpu, takes_lists=takes_lists)
 
     @property
     def _is_peer(self) -> bool:
-        return bool(self.plan["kind"] == "peer")
+        """Whether the lane is driven through an engine's own calls: an engine's table, or the drop-in."""
+        return self.plan["kind"] in ("peer", "drop-in")
 
     def _lane_gpu(self, lane: Any) -> Gpu | None:
         found: Gpu | None = lane.gpu
@@ -232,7 +237,7 @@ class Worker:
         return found
 
     def _bytes_per_step(self, lane: Any, steps: int) -> float:
-        if self._is_peer:
+        if not hasattr(lane, "bytes_sent"):
             return float(lane.bytes_per_step)
         lane.rewind()
         before = lane.bytes_sent

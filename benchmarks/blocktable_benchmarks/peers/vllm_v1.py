@@ -17,14 +17,14 @@ class VllmV1Lane(PeerLane):
 
     def open(self, inputs: Inputs, steps_in_flight: int = 2) -> None:
         """Make the table and fill its rows."""
-        module: Any = importlib.import_module("vllm.v1.worker.block_table")
+        module, table_type = self._names()
         workload, groups = inputs.workload, inputs.workload.num_groups
         group = Group(workload.world_size, workload.world_size - 1)
         module.get_dcp_group = lambda: group
         module.get_pcp_group = lambda: Group(1, 0)
         self.take_inputs(inputs)
         self.table = construct(
-            module.MultiGroupBlockTable,
+            table_type,
             max_num_reqs=workload.num_rows,
             max_model_len=workload.max_model_len,
             max_num_batched_tokens=workload.num_slots,
@@ -46,6 +46,11 @@ class VllmV1Lane(PeerLane):
         ]
         self.step = self._make_step()
         self.launches_per_step = 2 * groups + 1
+
+    def _names(self) -> tuple[Any, Any]:
+        """Return the module whose process groups the table asks for, and the table's class."""
+        module: Any = importlib.import_module("vllm.v1.worker.block_table")
+        return module, module.MultiGroupBlockTable
 
     def _make_step(self) -> Callable[[int], None]:
         workload, table, requests = self.inputs.workload, self.table, self.requests

@@ -13,6 +13,9 @@ from blocktable.errors import ArgumentError, ConfigError, DtypeError
 from blocktable.protocols import Array, Batch, IntArray
 from blocktable.registry import get_backend
 
+COMMITS_IN_FLIGHT = 8
+"""Commits whose device work may be unfinished before the next one waits: more than an engine ever is ahead."""
+
 
 class Geometry(NamedTuple):
     """What decides a group's memory and slots.
@@ -62,6 +65,7 @@ def make_config(groups: list[Geometry], sizes: Sizes) -> BlockTableConfig:
         max_num_reqs=sizes.max_num_reqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_model_len=1,  # capacities are given
+        steps_in_flight=COMMITS_IN_FLIGHT,
         context_parallel=ContextParallel(
             world_size=first.world_size, rank=first.rank, interleave_size=first.interleave_size
         ),

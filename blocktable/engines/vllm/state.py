@@ -32,6 +32,7 @@ class State:
         has_own_rows: whether rows are still where this made them: nobody has put other arrays there.
         has_own_slots: whether slots are, and every group has the geometry that it was made with.
         device, host: the memory.
+        num_bytes_sent: bytes of all commits so far.
     """
 
     is_bounded = False
@@ -45,6 +46,7 @@ class State:
         self.settings = settings
         self.has_own_rows = True
         self.has_own_slots = True
+        self.num_bytes_sent = 0
         self.device = DeviceMemory(groups, sizes, choose_backend(settings.backend, device), device)
         self.host = HostMemory(self.device.config, pin_memory=pin_memory)
         self.count_rows = list(self.host.counts)  # [max_num_reqs] int32 each
@@ -63,7 +65,9 @@ class State:
 
     def commit_group(self, group: int, n: int | None) -> None:
         """Copy the first n rows of a group to the device, whole."""
-        copy_rows(self.host.tables[group], self.device.tables[group], 0, self.num_rows(n))
+        stop = self.num_rows(n)
+        copy_rows(self.host.tables[group], self.device.tables[group], 0, stop)
+        self.num_bytes_sent += 4 * stop * self.groups[group].width
 
     def commit(self, n: int) -> None:
         """Copy the first n rows of every group to the device."""

@@ -85,7 +85,7 @@ def draw_geometry(chance: random.Random, profile: str, kernels: Kernels) -> Geom
     pcp, dcp, interleave_size = chance.choice(shares)
     sizes = [(kernel if profile == "0.33.0" else block, kernel) for block, kernel in kernels.block_sizes]
     whole = [size for size in sizes if size[0] % interleave_size == 0]
-    if whole and chance.random() < 0.9:  # else it may be refused
+    if whole and chance.random() < 0.7:  # else it may be refused
         sizes = whole
     groups = [chance.choice(sizes) for _ in range(chance.choice((1, 2, 2, 3)) if is_multi else 1)]
     has_slots = [profile != "0.33.0" or chance.random() < 0.85 for _ in groups]
