@@ -75,8 +75,8 @@ class Worker:
 
     Args:
         plan: `kind` ("backend", "peer", "drop-in" or "machine"), `name` of the backend or `table` of the peer, the
-            drop-in's `mode`, `sections`, `is_quick`, `seconds` for everything, `sweep_seconds` for the sweeps among it, `pace_us` that an earlier
-            lane has seen.
+            drop-in's `mode`, `sections`, `is_quick`, `seconds` for everything, `sweep_seconds` for the sweeps among it,
+            `pace_us` that an earlier lane has seen.
         emit: takes section, key, and `value` or `error`.
     """
 
