@@ -107,7 +107,7 @@ class DeviceMemory:
     """
 
     def __init__(self, groups: list[Geometry], sizes: Sizes, backend: Any, device: Any) -> None:
-        self.config = make_config(groups, sizes)
+        self.config: BlockTableConfig = make_config(groups, sizes)
         self.backend = backend
         place = None if device.type == "cpu" else device
         self.store: Any = backend.create_block_store(self.config, place)

@@ -15,7 +15,7 @@ MODULE = "vllm.v1.worker.block_table"
 CLASSES = ("BlockTable", "MultiGroupBlockTable")
 KERNELS = {"0.25.1": "_compute_slot_mapping_kernel", "0.33.0": "_COMPUTE_SLOT_MAPPING_KERNEL"}
 
-logger = logging.getLogger("blocktable")
+logger: logging.Logger = logging.getLogger("blocktable")
 
 
 def register() -> None:

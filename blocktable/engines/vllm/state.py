@@ -44,12 +44,12 @@ class State:
         self.groups = groups
         self.sizes = sizes
         self.settings = settings
-        self.has_own_rows = True
-        self.has_own_slots = True
-        self.num_bytes_sent = 0
-        self.device = DeviceMemory(groups, sizes, choose_backend(settings.backend, device), device)
-        self.host = HostMemory(self.device.config, pin_memory=pin_memory)
-        self.count_rows = list(self.host.counts)  # [max_num_reqs] int32 each
+        self.has_own_rows: bool = True
+        self.has_own_slots: bool = True
+        self.num_bytes_sent: int = 0
+        self.device: DeviceMemory = DeviceMemory(groups, sizes, choose_backend(settings.backend, device), device)
+        self.host: HostMemory = HostMemory(self.device.config, pin_memory=pin_memory)
+        self.count_rows: list[Any] = list(self.host.counts)  # [max_num_reqs] int32 each
         self._asides: dict[int, tuple[Any, DeviceMemory]] = {}
         if not self.is_bounded:
             for group, geometry in enumerate(groups):

@@ -285,9 +285,9 @@ class Table0251(PlainTable):
         expansion = block_size // kernel_block_size
         self.block_size = kernel_block_size
         self.blocks_per_kv_block = expansion
-        self.use_hybrid_blocks = expansion > 1
+        self.use_hybrid_blocks: bool = expansion > 1
         self._kernel_block_arange = np.arange(expansion).reshape(1, -1) if expansion > 1 else None
-        self.max_num_blocks_per_req = max_num_blocks_per_req * expansion
+        self.max_num_blocks_per_req: int = max_num_blocks_per_req * expansion
         self._set_sizes(max_num_reqs, max_num_batched_tokens, pin_memory, device, cp_kv_cache_interleave_size)
 
     def _columns_per_block(self) -> int:
@@ -382,7 +382,7 @@ class Table0330(PlainTable):
         self.max_num_blocks_per_req = max_num_blocks_per_req
         self._set_sizes(max_num_reqs, max_num_batched_tokens, pin_memory, device, cp_kv_cache_interleave_size)
         modes = self.__home__.SlotMappingMode
-        self.slot_mapping_mode = modes.TOKEN_TO_KV_SLOT if slot_mapping_mode is None else slot_mapping_mode
+        self.slot_mapping_mode: Any = modes.TOKEN_TO_KV_SLOT if slot_mapping_mode is None else slot_mapping_mode
 
     def _join(self, state: State, group: int) -> None:
         super()._join(state, group)
