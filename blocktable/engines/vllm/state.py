@@ -67,7 +67,10 @@ class State:
         """Copy the first n rows of a group to the device, whole."""
         stop = self.num_rows(n)
         copy_rows(self.host.tables[group], self.device.tables[group], 0, stop)
-        self.num_bytes_sent += 4 * stop * self.groups[group].width
+        self._count_bytes(4 * stop * self.groups[group].width)
+
+    def _count_bytes(self, number: int) -> None:
+        self.num_bytes_sent += number
 
     def commit(self, n: int) -> None:
         """Copy the first n rows of every group to the device."""

@@ -409,7 +409,7 @@ class TrackedState(State):
             copy_rows(self.host.tables[group], self.device.tables[group], start, stop)
             counts = torch.from_numpy(self.host.counts[group].clip(0, self._widths[group]))
             copy_rows(counts, self.device.counts[group], start, stop)
-            self.num_bytes_sent += 4 * (stop - start) * (self._widths[group] + 1)
+            self._count_bytes(4 * (stop - start) * (self._widths[group] + 1))
 
     def _send_journal(self, n: int) -> None:
         journal = self._journal
@@ -425,7 +425,7 @@ class TrackedState(State):
         values = mirror[offsets if lengths.max() == 1 else ranges(offsets, lengths)]
         writes = Writes(self.device.config.arena, offsets, lengths.astype(np.int32), values)
         self.device.store.write(writes, stream=self.device.stream)
-        self.num_bytes_sent += writes.num_bytes
+        self._count_bytes(writes.num_bytes)
 
     def _within(self, offsets: IntArray, lengths: IntArray, n: int) -> tuple[IntArray, IntArray]:
         """Return the parts of disjoint ascending ranges that lie in rows and counts below n."""
