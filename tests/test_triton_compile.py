@@ -24,13 +24,8 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "map_slots": {"FEATURES": 63, "IS_LONG": False, "TILE": 128},
     "apply_changes": {"FEATURES": 0, "TILE": 128},
     "step_batch": {"FEATURES": 63, "IS_LONG": False, "TILE": 128, "ROWS": 4, "ROW_TILE": 256},
-    **{
-        name: {"TILE": 128}
-        for name in (
-            *("count_entries", "start_requests", "write_indices", "write_table"),
-            *("clear_inverse_map", "write_inverse_map", "gather_state_indices"),
-        )
-    },
+    **{name: {"TILE": 128} for name in ("count_entries", "start_requests", "write_indices", "gather_state_indices")},
+    **{name: {"TILE": 1024} for name in ("write_table", "clear_inverse_map", "write_inverse_map")},
 }
 LONG = {"FEATURES": 63, "IS_LONG": True, "TILE": 512}
 VARIANTS: dict[str, dict[str, Any]] = {

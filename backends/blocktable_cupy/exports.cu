@@ -39,12 +39,18 @@ static __device__ __forceinline__ int64 first_column_of(const Group& group, cons
   return divide(first, group.tokens_per_column);
 }
 
+// Columns that a row fills; none for a dummy.
+static __device__ __forceinline__ int64 filled_columns(
+    const Group& group, int g, const int* arena, int max_num_reqs, int row
+) {
+  return row < 0 ? 0 : smaller(group.width, arena[(int64)g * max_num_reqs + row]);
+}
+
 // What column `column` of a row holds: NULL before the window, and behind what the row fills.
 static __device__ __forceinline__ int entry_of(
-    const Group& group, int g, const int* arena, int max_num_reqs, int row, int64 first_column, int64 column
+    const Group& group, const int* arena, int row, int64 first_column, int64 filled, int64 column
 ) {
-  if (row < 0 || column < first_column || column >= smaller(group.width, arena[(int64)g * max_num_reqs + row]))
-    return NULL_BLOCK_ID;
+  if (column < first_column || column >= filled) return NULL_BLOCK_ID;
   return arena[group.table_start + row * group.width + column];
 }
 
@@ -146,7 +152,8 @@ extern "C" __global__ void write_indices(
         int64 place = entry - indptr[i], tokens = groups[g].tokens_per_column;
         int64 column = unit == COUNT_TOKENS ? divide(place, tokens) : place;
         int64 first_column = row < 0 ? 0 : first_column_of(groups[g], num_computed_tokens, i);
-        index = entry_of(groups[g], g, arena, max_num_reqs, row, first_column, column);
+        int64 filled = filled_columns(groups[g], g, arena, max_num_reqs, row);
+        index = entry_of(groups[g], arena, row, first_column, filled, column);
         if (unit == COUNT_TOKENS) index = index * tokens + (place - column * tokens);
       }
       // step 4: store the entry
@@ -181,9 +188,10 @@ extern "C" __global__ void write_table(
       // step 3: how many of them the window has left behind
       int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
       int64 first_column = row < 0 ? 0 : first_column_of(groups[g], num_computed_tokens, i);
+      int64 filled = filled_columns(groups[g], g, arena, max_num_reqs, row);
       // step 4: store the columns in use
       for (int64 column = threadIdx.x; column < count; column += blockDim.x) {
-        int block_id = entry_of(groups[g], g, arena, max_num_reqs, row, first_column, column);
+        int block_id = entry_of(groups[g], arena, row, first_column, filled, column);
         bool is_missing = null != NULL_BLOCK_ID && block_id < groups[g].blocks_per_kv_block;
         int64 entry = is_missing ? null : block_id * entry_scale;
         store_entry(entries, is_wide, start + column, entry);
@@ -233,9 +241,10 @@ extern "C" __global__ void write_inverse_map(
       // step 2: how many of its columns the window has left behind
       int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
       int64 first_column = row < 0 ? 0 : first_column_of(groups[g], num_computed_tokens, i);
+      int64 filled = filled_columns(groups[g], g, arena, max_num_reqs, row);
       for (int64 column = threadIdx.x; column < count; column += blockDim.x) {
         // step 3: remember its blocks
-        int block_id = entry_of(groups[g], g, arena, max_num_reqs, row, first_column, column);
+        int block_id = entry_of(groups[g], arena, row, first_column, filled, column);
         mapped[cell * width + column] = block_id;
         // step 4: store the column of each block, the last one of a block that stands there twice
         if (block_id >= groups[g].blocks_per_kv_block && block_id < num_kernel_blocks)
@@ -262,12 +271,12 @@ extern "C" __global__ void gather_state_indices(
       int i = (int)divide(cell, num_columns);
       int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
       // step 2: which column
-      int64 first = 0;
-      if (row >= 0 && columns == STATE_LAST) first = larger(0, arena[(int64)g * max_num_reqs + row] - (int64)num_columns);
+      int64 filled = filled_columns(groups[g], g, arena, max_num_reqs, row), first = 0;
+      if (columns == STATE_LAST) first = larger(0, filled - num_columns);
       if (row >= 0 && columns == STATE_ALIGNED)
         first = divide(larger(0, (int64)seq_lens[i] - 1), groups[g].tokens_per_column);
       // step 3: store the block, or null where there is none
-      int block_id = entry_of(groups[g], g, arena, max_num_reqs, row, 0, first + (cell - (int64)i * num_columns));
+      int block_id = entry_of(groups[g], arena, row, 0, filled, first + (cell - (int64)i * num_columns));
       store_entry(entries, is_wide, m * num_cells + cell, block_id == NULL_BLOCK_ID ? null : block_id);
     }
   }

@@ -176,13 +176,20 @@ def first_column_of(groups, group, num_computed_tokens, has_num_computed_tokens,
 
 
 @_device_function
-def entry_of(groups, group, g, arena, max_num_reqs, row, first_column, column):
+def filled_columns(groups, group, g, arena, max_num_reqs, row):
+    """Columns that a row fills; none for a dummy."""
+    filled = np.int64(0)
+    if row >= 0:
+        filled = min(groups[group + WIDTH], np.int64(arena[np.int64(g) * max_num_reqs + row]))
+    return filled
+
+
+@_device_function
+def entry_of(arena, table_row, first_column, filled, column):
     """What column `column` of a row holds: NULL before the window, and behind what the row fills."""
     entry = np.int64(NULL_BLOCK_ID)
-    if row >= 0 and column >= first_column:
-        width = groups[group + WIDTH]
-        if column < min(width, arena[np.int64(g) * max_num_reqs + row]):
-            entry = np.int64(arena[groups[group + TABLE_START] + row * width + column])
+    if column >= first_column and column < filled:
+        entry = np.int64(arena[table_row + column])
     return entry
 
 
@@ -378,7 +385,9 @@ def write_indices(
                     tokens = groups[group + TOKENS_PER_COLUMN]
                 column = divide(place, tokens)
                 first_column = first_column_of(groups, group, num_computed_tokens, has_num_computed_tokens, i, row)
-                index = entry_of(groups, group, g, arena, max_num_reqs, row, first_column, column)
+                filled = filled_columns(groups, group, g, arena, max_num_reqs, row)
+                table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
+                index = entry_of(arena, table_row, first_column, filled, column)
                 index = index * tokens + (place - column * tokens)
             # step 4: store the entry
             entries[np.int64(m) * capacity + entry] = index
@@ -438,12 +447,14 @@ def write_table(
             # step 3: how many of them the window has left behind
             row = row_of(idx_mapping, has_idx_mapping, i, num_reqs, max_num_reqs)
             first_column = first_column_of(groups, group, num_computed_tokens, has_num_computed_tokens, i, row)
+            filled = filled_columns(groups, group, g, arena, max_num_reqs, row)
+            table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
+            first_id = groups[group + BLOCKS_PER_KV_BLOCK] if null != NULL_BLOCK_ID else np.int64(0)
             # step 4: store the columns in use
             column = cuda.threadIdx.x
             while column < count:
-                block_id = entry_of(groups, group, g, arena, max_num_reqs, row, first_column, column)
-                is_missing = null != NULL_BLOCK_ID and block_id < groups[group + BLOCKS_PER_KV_BLOCK]
-                entry = null if is_missing else block_id * entry_scale
+                block_id = entry_of(arena, table_row, first_column, filled, column)
+                entry = null if block_id < first_id else block_id * entry_scale
                 entries[start + column] = entry
                 if is_pair:
                     entries[start + width + column] = entry + value_offset
@@ -558,13 +569,16 @@ def write_inverse_map(
             # step 2: how many of its columns the window has left behind
             row = row_of(idx_mapping, has_idx_mapping, i, num_reqs, max_num_reqs)
             first_column = first_column_of(groups, group, num_computed_tokens, has_num_computed_tokens, i, row)
+            filled = filled_columns(groups, group, g, arena, max_num_reqs, row)
+            table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
+            first_id = groups[group + BLOCKS_PER_KV_BLOCK]
             column = cuda.threadIdx.x
             while column < count:
                 # step 3: remember its blocks
-                block_id = entry_of(groups, group, g, arena, max_num_reqs, row, first_column, column)
+                block_id = entry_of(arena, table_row, first_column, filled, column)
                 mapped[cell * width + column] = block_id
                 # step 4: store the column of each block, the last one of a block that stands there twice
-                if block_id >= groups[group + BLOCKS_PER_KV_BLOCK] and block_id < num_kernel_blocks:
+                if block_id >= first_id and block_id < num_kernel_blocks:
                     atomic_max(entries, cell * num_kernel_blocks + block_id, column)
                 column = advance(column, cuda.blockDim.x)
             i = advance(i, cuda.gridDim.x)
@@ -611,14 +625,16 @@ def gather_state_indices(
             i = divide(cell, num_columns)
             row = row_of(idx_mapping, has_idx_mapping, i, num_reqs, max_num_reqs)
             # step 2: which column
+            filled = filled_columns(groups, group, g, arena, max_num_reqs, row)
             first = np.int64(0)
-            if row >= 0 and columns == STATE_LAST:
-                first = max(np.int64(arena[np.int64(g) * max_num_reqs + row]) - num_columns, 0)
+            if columns == STATE_LAST:
+                first = max(filled - num_columns, 0)
             if row >= 0 and columns == STATE_ALIGNED:
                 first = divide(max(np.int64(seq_lens[i]) - 1, 0), groups[group + TOKENS_PER_COLUMN])
             column = first + (cell - i * num_columns)
             # step 3: store the block, or null where there is none
-            block_id = entry_of(groups, group, g, arena, max_num_reqs, row, 0, column)
+            table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
+            block_id = entry_of(arena, table_row, 0, filled, column)
             entries[m * num_cells + cell] = null if block_id == NULL_BLOCK_ID else block_id
             cell = advance(cell, cuda.gridsize(1))
         m = advance(m, cuda.gridDim.y)

@@ -116,7 +116,7 @@ class Exporter:
                 self._store.device.fill(array, out.layout.null if name == "entries" else 0, stream)
 
     def _launch(self, layout: Layout, source: Source, out: ExportBuffers, memory: Memory, stream: Any) -> None:
-        kind, tile, kernel = layout.kind, self._store.tile, self._kernel
+        kind, tile, kernel, row_kernel = layout.kind, self._store.tile, self._kernel, self._row_kernel
         entry_type = getattr(tl, layout.dtype)
         if kind == "state":
             gather = kernel(gather_state_indices, entry_type)
@@ -125,19 +125,25 @@ class Exporter:
         unit = COUNT_UNITS[kind]
         launch_count_entries(kernel(count_entries), tile, source, out.width, unit, memory, stream)
         if kind in ("table", "kv_offsets"):
-            launch_write_table(kernel(write_table, entry_type), source, out.width, layout, memory, stream)
+            launch_write_table(row_kernel(write_table, entry_type), source, out.width, layout, memory, stream)
         elif kind in ("csr", "token_csr"):
             launch_start_requests(kernel(start_requests), tile, source, unit, out.capacity, memory, stream)
             launch_write_indices(kernel(write_indices), tile, source, unit, out.capacity, memory, stream)
         elif kind == "inverse_map":
             sizes = out.width, out.num_kernel_blocks
-            launch_clear_inverse_map(kernel(clear_inverse_map), source, *sizes, layout.null, memory, stream)
-            launch_write_inverse_map(kernel(write_inverse_map), source, *sizes, memory, stream)
+            launch_clear_inverse_map(row_kernel(clear_inverse_map), source, *sizes, layout.null, memory, stream)
+            launch_write_inverse_map(row_kernel(write_inverse_map), source, *sizes, memory, stream)
 
     def _kernel(self, function: Any, *constants: Any) -> Kernel:
-        key = function, *constants
+        return self._made(function, *constants, self._store.tile)
+
+    def _row_kernel(self, function: Any, *constants: Any) -> Kernel:
+        """Return a kernel whose programs take a row each."""
+        return self._made(function, *constants, self._store.row_tile)
+
+    def _made(self, *key: Any) -> Kernel:
         if key not in self._kernels:
-            self._kernels[key] = self._store.device.kernel(function, *constants, self._store.tile)
+            self._kernels[key] = self._store.device.kernel(*key)
         return self._kernels[key]
 
     def _memory(self, out: ExportBuffers) -> Memory:
@@ -177,12 +183,22 @@ def _first_column_of(group_ptr, num_computed_tokens, i, row):
 
 
 @triton.jit
-def _entry_of(group_ptr, g, arena_ptr, max_num_reqs, row, first_column, column):
-    """What columns of rows hold: NULL before the window, and behind what the row fills. column: [..] int64."""
+def _filled_columns(group_ptr, g, arena_ptr, max_num_reqs, row):
+    """Columns that rows fill; none for a dummy."""
     filled = tl.load(arena_ptr + max_num_reqs.to(tl.int64) * g + row, mask=row >= 0, other=0)
-    table_start, width = tl.load(group_ptr + TABLE_START), tl.load(group_ptr + WIDTH)
-    is_held = (column >= first_column) & (column < tl.minimum(filled.to(tl.int64), width))
-    return tl.load(arena_ptr + table_start + width * row + column, mask=is_held, other=NULL_BLOCK_ID)
+    return tl.minimum(filled.to(tl.int64), tl.load(group_ptr + WIDTH))
+
+
+@triton.jit
+def _row_ptr(group_ptr, arena_ptr, row):
+    """Where rows begin; the first one stands for a dummy's."""
+    return arena_ptr + tl.load(group_ptr + TABLE_START) + tl.load(group_ptr + WIDTH) * tl.maximum(row, 0)
+
+
+@triton.jit
+def _entry_of(table_row, first_column, filled, column):
+    """What columns of rows hold: NULL before the window, and behind what the row fills."""
+    return tl.load(table_row + column, mask=(column >= first_column) & (column < filled), other=NULL_BLOCK_ID)
 
 
 @_jit
@@ -353,7 +369,9 @@ def write_indices(
             tokens = tl.where(unit == COUNT_TOKENS, tokens, tokens * 0 + 1)
             column = _divide(tl.maximum(place, 0), tokens)
             first_column = _first_column_of(group_ptr, num_computed_tokens, i, row)
-            index = _entry_of(group_ptr, g, arena_ptr, max_num_reqs, row, first_column, column).to(tl.int64)
+            filled = _filled_columns(group_ptr, g, arena_ptr, max_num_reqs, row)
+            table_row = _row_ptr(group_ptr, arena_ptr, row)
+            index = _entry_of(table_row, first_column, filled, column).to(tl.int64)
             index = tl.where(is_real, index * tokens + (place - column * tokens), 0)
             # step 4: store the entry
             tl.store(entry_ptr + entry, index.to(tl.int32), mask=entry < end)
@@ -415,12 +433,14 @@ def write_table(
             # step 3: how many of them the window has left behind
             row = _row_of(idx_mapping, i, num_reqs, max_num_reqs)
             first_column = _first_column_of(group_ptr, num_computed_tokens, i, row)
+            filled = _filled_columns(group_ptr, g, arena_ptr, max_num_reqs, row)
+            table_row = _row_ptr(group_ptr, arena_ptr, row)
             # step 4: store the columns in use
             first_id = tl.where(null_entry != NULL_BLOCK_ID, tl.load(group_ptr + BLOCKS_PER_KV_BLOCK), 0)
             first = count * 0
             while first < count:
                 column = first + tl.arange(0, TILE)
-                block_id = _entry_of(group_ptr, g, arena_ptr, max_num_reqs, row, first_column, column).to(tl.int64)
+                block_id = _entry_of(table_row, first_column, filled, column).to(tl.int64)
                 entry = tl.where(block_id < first_id, null_entry, block_id * entry_scale)
                 tl.store(row_ptr + column, entry.to(ENTRY_T), mask=column < count)
                 value = (entry + value_offset).to(ENTRY_T)
@@ -527,6 +547,9 @@ def write_inverse_map(
             # step 2: how many of its columns the window has left behind
             row = _row_of(idx_mapping, i, num_reqs, max_num_reqs)
             first_column = _first_column_of(group_ptr, num_computed_tokens, i, row)
+            filled = _filled_columns(group_ptr, g, arena_ptr, max_num_reqs, row)
+            table_row = _row_ptr(group_ptr, arena_ptr, row)
+            first_id = tl.load(group_ptr + BLOCKS_PER_KV_BLOCK)
             cell = max_num_reqs.to(tl.int64) * m + i
             mapped_ptr = _pointer(mapped, tl.int32) + cell * width
             entry_ptr = _pointer(entries, tl.int32) + cell * num_kernel_blocks
@@ -535,11 +558,10 @@ def write_inverse_map(
                 column = first + tl.arange(0, TILE)
                 # step 3: remember its blocks
                 is_column = column < count
-                block_id = _entry_of(group_ptr, g, arena_ptr, max_num_reqs, row, first_column, column.to(tl.int64))
+                block_id = _entry_of(table_row, first_column, filled, column)
                 tl.store(mapped_ptr + column, block_id, mask=is_column)
                 # step 4: store the column of each block, the last one of a block that stands there twice
-                is_mapped = is_column & (block_id >= tl.load(group_ptr + BLOCKS_PER_KV_BLOCK))
-                is_mapped = is_mapped & (block_id < num_kernel_blocks)
+                is_mapped = is_column & (block_id >= first_id) & (block_id < num_kernel_blocks)
                 tl.atomic_max(entry_ptr + block_id, column, mask=is_mapped)
                 first += TILE
             i += tl.num_programs(0)
@@ -588,16 +610,16 @@ def gather_state_indices(
             i = _divide(cell, num_columns.to(tl.int64))
             row = _row_of(idx_mapping, i.to(tl.int32), num_reqs, max_num_reqs)
             # step 2: which column
+            filled = _filled_columns(group_ptr, g, arena_ptr, max_num_reqs, row)
             first = cell * 0
             if columns == STATE_LAST:
-                filled = tl.load(arena_ptr + max_num_reqs.to(tl.int64) * g + row, mask=row >= 0, other=0)
-                first = tl.maximum(filled.to(tl.int64) - num_columns, 0)
+                first = tl.maximum(filled - num_columns, 0)
             if columns == STATE_ALIGNED:
                 seq_len = tl.load(_pointer(seq_lens, tl.int32) + i, mask=row >= 0, other=0).to(tl.int64)
                 first = _divide(tl.maximum(seq_len - 1, 0), tl.load(group_ptr + TOKENS_PER_COLUMN))
             column = first + (cell - i * num_columns)
             # step 3: store the block, or null where there is none
-            block_id = _entry_of(group_ptr, g, arena_ptr, max_num_reqs, row, first * 0, column).to(tl.int64)
+            block_id = _entry_of(_row_ptr(group_ptr, arena_ptr, row), first * 0, filled, column).to(tl.int64)
             stored = tl.where(block_id == NULL_BLOCK_ID, null.to(tl.int64), block_id)
             tl.store(entry_ptr + cell, stored.to(ENTRY_T), mask=cell < num_cells)
             first_cell += tl.num_programs(0).to(tl.int64) * TILE
