@@ -106,7 +106,7 @@ def test_a_feature_that_never_happened_fails() -> None:
 def test_the_engine_can_be_read_in_one_sitting() -> None:
     """Its own files, without those of `proof`; blank lines, comments and docstrings do not count."""
     num_lines = sum(map(lines_of_code, ENGINE.glob("*.py")))
-    assert num_lines < 620, num_lines
+    assert num_lines < 630, num_lines
 
 
 def lines_of_code(path: Path) -> int:
@@ -240,18 +240,19 @@ def torch_attention_replaced(monkeypatch: pytest.MonkeyPatch, attend: Callable[.
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, change: Callable[[Rank], None]) -> None:
     """Let a rank's views be changed in one step, after its table has made them."""
-    bind, num_calls = Rank.bind, 0
+    step, num_calls = Rank.step, 0
 
-    def bind_and_change(rank: Rank, step: bt.Step) -> None:
+    def step_and_change(rank: Rank, *arguments: Any) -> None:
         nonlocal num_calls
-        bind(rank, step)
+        step(rank, *arguments)
+        rank.state_blocks = rank.state_blocks.clone()
         for view in rank.views:  # never the table's own memory
             view.block_table, view.slots = view.block_table.clone(), view.slots.clone()
         num_calls += 1
         if num_calls == number:
             change(rank)
 
-    monkeypatch.setattr(Rank, "bind", bind_and_change)
+    monkeypatch.setattr(Rank, "step", step_and_change)
 
 
 def wrong_slot(group: int, by: int) -> Fault:
@@ -287,8 +288,7 @@ def wrong_block(group: int) -> Fault:
 
 def wrong_state(monkeypatch: pytest.MonkeyPatch) -> Variant:
     def change(rank: Rank) -> None:
-        table = rank.views[STATE].block_table
-        table[[0, 1]] = table[[1, 0]]
+        rank.state_blocks[[0, 1]] = rank.state_blocks[[1, 0]]
 
     at_step(monkeypatch, 6, change)
     return serving()

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from request import Request
 NEVER_WRITTEN = 7.0
 """What an unwritten cell holds: whoever reads one by mistake gets other tokens out."""
 TABLE_INPUTS = ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens")
-INT64_INPUTS = ("state_columns", "tokens", "positions")
 
 
 @dataclass
@@ -44,6 +43,11 @@ class Rank:
         # The numpy backend serves a GPU too: its outputs then travel there in each step.
         self.is_on_host = self.device.type == "cpu" or isinstance(self.table.buffers.slot_mappings[0], np.ndarray)
         self.tensors: dict[int, tuple[Any, Tensor]] = {}
+        # State layers read their blocks as a layout of their own, here with entries that index a tensor as they are.
+        columns, layout = config.groups[STATE].blocks_per_row or 1, bt.LAYOUTS["speculative_state"]
+        self.states = replace(layout, dtype="int64", null=bt.NULL_BLOCK_ID, num_columns=columns)
+        self.state_buffers = self.table.create_export(self.states, STATE)
+        self.state_blocks = torch.empty(0)  # [num_reqs, columns] int64
         for group in (config.groups[kind] for kind in model.config.layers):
             # Keys and values of each slot, or one state for each block: [1 or 2, num_slots, num_heads, head_size].
             num_slots = (group.num_blocks or 0) * group.block_size
@@ -58,9 +62,12 @@ class Rank:
             self.tensors[id(array)] = array, torch.as_tensor(array, device=self.device)
         return self.tensors[id(array)][1]
 
-    def bind(self, step: bt.Step) -> None:
-        """Let the layers read what a step has put out."""
-        config = self.table.config
+    def step(self, inputs: dict[str, Any], num_reqs: int, num_tokens: int) -> None:
+        """Let the table make its step, and the layers read what comes out."""
+        config, idx_mapping = self.table.config, inputs["idx_mapping"]
+        step = self.table.step(**inputs, num_tokens_padded=num_tokens)
+        states = self.table.export(self.states, idx_mapping, groups=STATE, num_reqs=num_reqs, out=self.state_buffers)
+        self.state_blocks = self.tensor(states.entries[0])
         self.views = [
             View(self.tensor(block_table), self.tensor(slots), group.tokens_per_column, config.context_parallel)
             for group, block_table, slots in zip(config.groups, step.block_tables, step.slot_mappings, strict=True)
@@ -97,16 +104,15 @@ class ModelRunner:
         self.ranks, self.counts = [Rank(config, backend, model) for config in configs], Counter[str]()
         config, device = configs[0], model.embedding.device
         self.max_decode_len = config.groups[STATE].blocks_per_row or 1  # a token and its drafts
-        sizes = dict.fromkeys(("idx_mapping", "num_computed_tokens", "state_columns"), config.max_num_reqs)
-        sizes |= {"query_start_loc": config.max_num_reqs + 1}
-        sizes |= dict.fromkeys(("tokens", "positions"), config.max_num_batched_tokens)
-        pinned = device.type == "cuda"
-        self.host = {
-            name: torch.zeros(size, dtype=torch.int64 if name in INT64_INPUTS else torch.int32, pin_memory=pinned)
-            for name, size in sizes.items()
-        }
+        num_reqs, num_tokens = config.max_num_reqs, config.max_num_batched_tokens
+        int32 = {"idx_mapping": num_reqs, "num_computed_tokens": num_reqs, "query_start_loc": num_reqs + 1}
+        int64 = {"state_columns": num_reqs, "tokens": num_tokens, "positions": num_tokens}
+        self.host = {name: torch.zeros(size, dtype=torch.int32) for name, size in int32.items()}
+        self.host |= {name: torch.zeros(size, dtype=torch.int64) for name, size in int64.items()}
+        if device.type == "cuda":
+            self.host = {name: array.pin_memory() for name, array in self.host.items()}
         self.inputs = {name: array.to(device) for name, array in self.host.items()}  # on a CPU the same arrays
-        self.best = torch.zeros(config.max_num_batched_tokens, num_best, dtype=torch.int64, device=device)
+        self.best = torch.zeros(num_tokens, num_best, dtype=torch.int64, device=device)
         self.best_logits = self.best.to(model.embedding.dtype)
         self.graphs: dict[int, Callable[[], None]] = {}
         if graph_sizes and device.type == "cuda" and self.ranks[0].is_on_host:
@@ -180,7 +186,7 @@ class ModelRunner:
                 inputs = {name: self.host[name].numpy()[: len(array)] for name, array in inputs.items()}
             if self.is_dense:
                 inputs["idx_mapping"] = None
-            rank.bind(rank.table.step(**inputs, num_tokens_padded=len(batch.tokens)))
+            rank.step(inputs, len(batch.idx_mapping), len(batch.tokens))
         self.batch = batch
         every_token = torch.arange(len(batch.tokens), dtype=torch.int32, device=batch.tokens.device)
         # Padding counts as the last request's; its slots are -1 and nobody looks at its logits.
@@ -204,15 +210,15 @@ class ModelRunner:
         batch, results = self.batch, []
         starts, ends = batch.query_start_loc[:-1].long(), batch.query_start_loc[1:].long()
         for rank in self.ranks:  # the group is replicated
-            columns, cache = rank.views[STATE].block_table.long(), rank.caches[layer][0].flatten(1)
-            state = cache[columns.gather(1, batch.state_columns[:, None])[:, 0]]
+            blocks, cache = rank.state_blocks, rank.caches[layer][0].flatten(1)  # [num_blocks, width]
+            state = cache[blocks.gather(1, batch.state_columns[:, None])[:, 0]]
             state = torch.where((batch.num_computed_tokens > 0)[:, None], state, 0.0)
             states = []
             for j in range(batch.max_query_len):
                 is_live, token = starts + j < ends, (starts + j).clamp(max=len(decay) - 1)
                 state = torch.where(is_live[:, None], decay[token] * state + update[token], state)
                 # Requests that have no such token write to block 0, which is nobody's.
-                cache[torch.where(is_live, columns[:, j % columns.shape[1]], bt.NULL_BLOCK_ID)] = state
+                cache[torch.where(is_live, blocks[:, j % blocks.shape[1]], bt.NULL_BLOCK_ID)] = state
                 states.append(state)
             nth = torch.arange(len(decay), device=decay.device) - starts[batch.requests]
             results.append(torch.stack(states)[nth.clamp(max=len(states) - 1), batch.requests])
