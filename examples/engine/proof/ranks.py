@@ -1,6 +1,7 @@
 """Context parallelism in earnest: a process and a device for each rank, over torch.distributed."""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,9 +25,8 @@ def serve(rank: int, variant: Variant, meeting_place: str) -> None:
     )
     # Of four ranks or more, two share the decode dimension and the others the prefill dimension, as in larger engines.
     decode_size = 2 if world % 2 == 0 else world
-    starts, stride = range(0, world, decode_size), range(decode_size)
-    decode_groups = [dist.new_group(list(range(start, start + decode_size))) for start in starts]
-    prefill_groups = [dist.new_group(list(range(start, world, decode_size))) for start in stride]
+    decode_groups = [dist.new_group(list(range(i, i + decode_size))) for i in range(0, world, decode_size)]
+    prefill_groups = [dist.new_group(list(range(i, world, decode_size))) for i in range(decode_size)]
     shard = bt.ContextParallel.from_process_groups(
         dcp=decode_groups[rank // decode_size],
         pcp=prefill_groups[rank % decode_size],
@@ -56,7 +56,8 @@ def run_ranks(variant: Variant) -> bool:
         return False
     with tempfile.TemporaryDirectory() as folder:
         meeting_place = (Path(folder) / "ranks").as_uri()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if sys.platform == "linux":  # all ranks are on this host, whose name may lead nowhere
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             mp.spawn(serve, (variant, meeting_place), nprocs=variant.world_size)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
