@@ -283,6 +283,38 @@ def test_rows_of_another_type_are_used_from_then_on(mode: str) -> None:
     assert compute(table, [0, 2], [1, 16])[0][:2] == [49, (2**31 - 1) * 16]
 
 
+@pytest.mark.parametrize("mode", ["fast", "strict"])
+def test_a_model_without_a_cache_has_tables_of_no_group(mode: str) -> None:
+    table = make(mode, block_sizes=[], kernel_block_sizes=[], max_num_blocks=[])
+    for call in (table.append_row, table.add_row):
+        call((), 0)
+    table.move_row(0, 1)
+    table.swap_row(0, 1)
+    table.clear_row(0)
+    table.commit_block_table(3)
+    table.compute_slot_mapping(0, torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int64))
+    table.clear()
+    assert list(table) == []
+
+
+@pytest.mark.parametrize("mode", ["fast", "strict"])
+@pytest.mark.parametrize(("made_in", "used_in"), [(True, False), (False, True), (True, True)])
+def test_inference_mode_is_nobodys_trouble(mode: str, made_in: bool, used_in: bool) -> None:
+    with torch.inference_mode(made_in):
+        table = make(mode)
+        host = table[0].block_table.cpu
+    with torch.inference_mode(used_in):
+        table.add_row(([3, 4], [5]), 0)
+        host[0, 7] = 9
+        table.commit_block_table(1)
+        assert compute(table, [0, 2], [1, 16])[0][:2] == [49, 64]
+        table[0].slot_mapping.gpu[1:].fill_(-1)
+        table[0].get_device_tensor(3)[1:].fill_(0)
+    table[0].block_table.gpu.copy_(table[0].block_table.gpu.clone())
+    table[0].block_table.cpu.copy_(table[0].block_table.cpu.clone())
+    assert table[0].block_table.gpu[0, 7] == 9
+
+
 # What is refused.
 
 

@@ -12,6 +12,7 @@ from blocktable.context_parallel import ContextParallel
 from blocktable.errors import ArgumentError, ConfigError, DtypeError
 from blocktable.protocols import Array, Batch, IntArray
 from blocktable.registry import get_backend
+from blocktable.streams import address_of
 
 COMMITS_IN_FLIGHT = 8
 """Commits whose device work may be unfinished before the next one waits: more than an engine ever is ahead."""
@@ -109,31 +110,36 @@ class DeviceMemory:
     def __init__(self, groups: list[Geometry], sizes: Sizes, backend: Any, device: Any) -> None:
         self.config: BlockTableConfig = make_config(groups, sizes)
         self.backend = backend
-        place = None if device.type == "cpu" else device
-        self.store: Any = backend.create_block_store(self.config, place)
-        self._mapper: Any = backend.create_slot_mapper(self.store)
         self.device = device
-        self.tables: list[Any] = [self._tensor(self.store.table(group)) for group in range(len(groups))]
-        self.counts: Any = self._tensor(self.store.table(-1))
+        place = None if device.type == "cpu" else device
         num_slots = sizes.max_num_batched_tokens
-        # Zeros at first, as in vLLM. The backend's own memory, of regular strides: one launch for all groups.
-        slots = backend.from_host(np.zeros(len(groups) * num_slots, np.int64), place)
-        self._outputs = [slots[group * num_slots : (group + 1) * num_slots] for group in range(len(groups))]
-        self.slots: list[Any] = [self._tensor(array) for array in self._outputs]
+        with torch.inference_mode(False):  # else nobody could write to the tensors in another mode
+            self.store: Any = backend.create_block_store(self.config, place)
+            self._mapper: Any = backend.create_slot_mapper(self.store)
+            self.tables: list[Any] = [self._tensor(self.store.table(group)) for group in range(len(groups))]
+            self.counts: Any = self._tensor(self.store.table(-1))
+            # Zeros at first, as in vLLM. The backend's own memory, of regular strides: one launch for all groups.
+            slots = backend.from_host(np.zeros(len(groups) * num_slots, np.int64), place)
+            self._outputs = [slots[group * num_slots : (group + 1) * num_slots] for group in range(len(groups))]
+            self.slots: list[Any] = [self._tensor(array) for array in self._outputs]
         self._stream_index: int | None = None
         if device.type != "cpu":
             index = self.tables[0].device.index
             self._stream_index = torch.cuda.current_device() if index is None else index
 
     def _tensor(self, array: Array) -> Any:
+        """Return a backend's array as a torch tensor over the same memory."""
         if isinstance(array, torch.Tensor):
             return array
-        if self.device.type != "cpu":
-            return torch.as_tensor(array, device=self.device)
-        host = np.asarray(array)
-        if not np.shares_memory(host, getattr(array, "_ary", array)):
-            raise ArgumentError(f"torch cannot see the memory of backend {self.backend.name!r}.")
-        return torch.from_numpy(host)
+        if self.device.type == "cpu":
+            host = np.asarray(array)
+            tensor, is_shared = torch.from_numpy(host), np.shares_memory(host, getattr(array, "_ary", array))
+        else:
+            tensor = torch.as_tensor(array, device=self.device)
+            is_shared = tensor.data_ptr() == address_of(array)
+        if not is_shared:
+            raise ArgumentError(f"torch cannot see the memory of backend {self.backend.name!r} on {self.device}.")
+        return tensor
 
     @property
     def stream(self) -> int | None:
@@ -150,28 +156,30 @@ class DeviceMemory:
             positions: [num_tokens] integers, torch, on the device.
 
         Raises:
-            ArgumentError: more requests than rows, or `query_start_loc` is too short.
+            ArgumentError: more requests than rows, `query_start_loc` is too short, or an array is elsewhere.
         """
+        num_reqs = int(num_reqs)
         if not 0 <= num_reqs <= self.config.max_num_reqs:
             raise ArgumentError(f"num_reqs {num_reqs} is outside 0 .. {self.config.max_num_reqs} (max_num_reqs).")
-        starts = _vector("query_start_loc", query_start_loc, torch.int32)
+        starts = self._vector("query_start_loc", query_start_loc, torch.int32)
         if starts.shape[0] != num_reqs + 1:
             if starts.shape[0] <= num_reqs:
                 raise ArgumentError(
                     f"query_start_loc holds {starts.shape[0]} entries; {num_reqs} requests need one more."
                 )
             starts = starts[: num_reqs + 1]
-        tokens = _vector("positions", positions, torch.int64)
+        tokens = self._vector("positions", positions, torch.int64)
         batch = Batch(None, starts, tokens, num_reqs, num_reqs, None, tokens.shape[0])
         self._mapper.compute_slot_mappings(batch, self._outputs, stream=self.stream)
 
-
-def _vector(name: str, array: Any, dtype: Any) -> Any:
-    if array.ndim != 1:
-        raise DtypeError(f"{name} must have one dimension, got {array.ndim}.")
-    if array.dtype is not dtype:
-        array = array.to(dtype)
-    return array if array.is_contiguous() else array.contiguous()
+    def _vector(self, name: str, array: Any, dtype: Any) -> Any:
+        if array.is_cuda is not (self._stream_index is not None):
+            raise ArgumentError(f"{name} is on {array.device}, but the table is on {self.device}; move it there.")
+        if array.ndim != 1:
+            raise DtypeError(f"{name} must have one dimension, got {array.ndim}.")
+        if array.dtype is not dtype:
+            array = array.to(dtype)
+        return array if array.is_contiguous() else array.contiguous()
 
 
 class HostMemory:
@@ -187,10 +195,11 @@ class HostMemory:
 
     def __init__(self, config: BlockTableConfig, *, pin_memory: bool) -> None:
         arena = config.arena
-        self.memory: Any = torch.zeros(arena.size, dtype=torch.int32, pin_memory=pin_memory)
+        with torch.inference_mode(False):
+            self.memory: Any = torch.zeros(arena.size, dtype=torch.int32, pin_memory=pin_memory)
+            self.tables: list[Any] = [arena.view(self.memory, group) for group in range(arena.num_groups)]
         self.mirror: IntArray = self.memory.numpy()
         self.counts: IntArray = arena.view(self.mirror, -1)
-        self.tables: list[Any] = [arena.view(self.memory, group) for group in range(arena.num_groups)]
         self.rows: list[IntArray] = [arena.view(self.mirror, group) for group in range(arena.num_groups)]
 
 

@@ -54,6 +54,8 @@ class State:
         if not self.is_bounded:
             for group, geometry in enumerate(groups):
                 self.device.counts[group].fill_(geometry.width)
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)  # the first step may be on another stream
 
     def give_up_rows(self) -> None:
         """Somebody puts other arrays in place of the rows: from now on everything goes through these."""

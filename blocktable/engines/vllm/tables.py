@@ -105,8 +105,10 @@ class PlainTable:
         self.block_table = as_vllm(state.buffer_type, home_buffer)(state, group)
         vars(self)["num_blocks_per_row"] = state.count_rows[group]
         slots = state.device.slots[group]
-        gpu = slots if self._has_slots() else torch.zeros_like(slots)  # the mapper pads those of a group without slots
-        cpu = torch.zeros(self.max_num_batched_tokens, dtype=torch.int64, pin_memory=self.pin_memory)
+        with torch.inference_mode(False):
+            # The mapper pads the slots of a group that has none; vLLM leaves them alone.
+            gpu = slots if self._has_slots() else torch.zeros_like(slots)
+            cpu = torch.zeros(self.max_num_batched_tokens, dtype=torch.int64, pin_memory=self.pin_memory)
         self.slot_mapping = as_vllm(SlotBuffer, home_buffer)(state, gpu, cpu)
         vars(self)["__blocktable__"] = (state, group)
 
@@ -433,6 +435,17 @@ def share_memory(tables: list[Any]) -> State:
     return state
 
 
+class NoGroups:
+    """The state of a model without a KV cache: there are no rows."""
+
+    has_own_rows = False
+    has_own_slots = False
+
+    def queue(self, block_ids: Any, row: Any) -> bool:
+        """Take an append to no group."""
+        return True
+
+
 class PlainMulti:
     """The tables of every KV cache group, in strict mode: every operation goes through the groups in order.
 
@@ -451,7 +464,7 @@ class PlainMulti:
             table._describe(*each)
             tables.append(table)
         self.block_tables = tables
-        vars(self)["__blocktable__"] = share_memory(tables) if tables else None
+        vars(self)["__blocktable__"] = share_memory(tables) if tables else NoGroups()
 
     def append_row(self, block_ids: Any, row_idx: int) -> None:
         """Add blocks behind what a row holds. block_ids: one sequence for each group."""
@@ -491,7 +504,7 @@ class PlainMulti:
     def compute_slot_mapping(self, num_reqs: int, query_start_loc: Any, positions: Any) -> None:
         """Write the slots of a batch, of all groups in one launch. Args: as of one table."""
         state = self.__blocktable__
-        if state is not None and state.has_own_slots and self.block_tables[0]._replaced_kernel() is None:
+        if state.has_own_slots and self.block_tables[0]._replaced_kernel() is None:
             state.map_slots(num_reqs, query_start_loc, positions)
             return
         for table in self.block_tables:

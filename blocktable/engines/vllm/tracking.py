@@ -281,7 +281,10 @@ class TrackedState(State):
         self._highest[group] = self._widths[group]
         view = self.host.tables[group].numpy()  # a new one, which lives as long as anything that is made of it
         self._shown.append(weakref.ref(view))
-        return torch.from_numpy(view) if name == "cpu" else view
+        if name == "np":
+            return view
+        with torch.inference_mode(False):
+            return torch.from_numpy(view)
 
     def show_counts(self, group: int) -> Any:
         """Return a group's counts, likewise. What is written there is found by comparing."""

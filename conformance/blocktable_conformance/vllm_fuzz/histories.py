@@ -315,6 +315,8 @@ WEIGHTS: dict[str, float] = {
     "let_go": 0.8,
     "fill_device": 2,
     "overwrite_device": 0.5,
+    "save": 0.3,
+    "restore": 0.5,
     "attributes": 0.5,
     "map_to_kernel_blocks": 0.3,
     "assign": 0.1,
@@ -323,7 +325,7 @@ WEIGHTS: dict[str, float] = {
 }
 """Name of a call -> how often, relative to the others."""
 
-WRITES_ROWS = {"write_rows", "fill_rows", "write_counts", "write_held", "rebind_to_cpu"}
+WRITES_ROWS = {"write_rows", "fill_rows", "write_counts", "write_held", "rebind_to_cpu", "save", "restore"}
 
 DRAW: dict[str, Any] = {
     "append_row": _append,
@@ -345,6 +347,8 @@ DRAW: dict[str, Any] = {
     "let_go": _nothing,
     "fill_device": _fill_device,
     "overwrite_device": _overwrite_device,
+    "save": _nothing,
+    "restore": _nothing,
     "attributes": _nothing,
     "map_to_kernel_blocks": lambda chance, look, target: (_ids(chance, 4),),
     "assign": _assign,
