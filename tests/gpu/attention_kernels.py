@@ -345,7 +345,7 @@ class FlashInfer:
         step = Step(table, layers, inputs, self._write)
         exports = [table.create_export("flashinfer", group) for group in range(len(layers))]
         workspace = torch.zeros(128 * 2**20, dtype=torch.uint8, device=DEVICE)
-        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
 
         def launch() -> None:
             step.read()
@@ -364,7 +364,8 @@ class FlashInfer:
                     as_tensor(out.last_page_lens)[:num_reqs],
                     *(NUM_HEADS, NUM_KV_HEADS, inputs.queries.shape[-1], layer.group.tokens_per_column),
                     causal=True,
-                    window_left=-1 if window is None else window - 1,
+                    # Never -1: kernels with and without a window would both have to be compiled.
+                    window_left=table.config.max_model_len if window is None else window - 1,
                     q_data_type=inputs.queries.dtype,
                 )
                 output = wrapper.run(inputs.queries[:num_tokens], (layer.keys, layer.values))
