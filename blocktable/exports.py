@@ -245,10 +245,11 @@ class ExportSets:
         """Compile every kernel that writes `out`, over batches that leave it as it is."""
         dummy, zero = (self._backend.from_host(np.array([value], np.int32), self._device) for value in (-1, 0))
         seq_lens = zero if needs_seq_lens(out.layout) else None
-        for computed in (None, zero):
-            for idx_mapping, num_reqs in ((dummy, 1), (None, 0)):
-                batch = Batch(idx_mapping, None, None, num_reqs, num_reqs, computed, seq_lens=seq_lens)
-                self._store.export(out.layout, batch, out, stream=None)
+        for batch in (
+            Batch(dummy, None, None, 1, 1, zero, seq_lens=seq_lens),
+            Batch(None, None, None, 0, 0, None, seq_lens=seq_lens),
+        ):
+            self._store.export(out.layout, batch, out, stream=None)
         self._backend.synchronize(self._device)
 
     def reset(self, stream: int | None) -> None:

@@ -181,14 +181,14 @@ def test_entries_of_32_bits(subject_once: Subject) -> None:
 # By hand.
 
 
-def test_csr_by_hand(subject: Subject) -> None:
+def test_csr_by_hand(subject_once: Subject) -> None:
     """Rows of 3, 1, 2 and 0 blocks of 4 tokens: lengths on both sides of a block's edge, a dummy, an empty request.
 
     Rules: R27.
     """
-    export = ExportPair(three_rows(subject, FULL), CSR)
+    export = ExportPair(three_rows(subject_once, FULL), CSR)
     result = export.run([2, 0, -1, 1], [5, 12, 9, 4])
-    host = subject.to_host
+    host = subject_once.to_host
     check_values(host(result.indptr), [0, 2, 5, 5, 6], "R27", "indptr")
     check_values(host(result.entries[0])[:8], [18, 19, 10, 11, 12, 14, 0, 0], "R27", "the indices")
     check_values(host(result.last_page_lens), [1, 4, 0, 4], "R27", "last_page_lens")
@@ -255,15 +255,15 @@ def test_csr_of_one_rank(subject_once: Subject, rank: int) -> None:
     ExportPair(pair, LENGTHS).run([1, 0, -1], [INT32_MAX, 8, 4])
 
 
-def test_tables_by_hand(subject: Subject) -> None:
+def test_tables_by_hand(subject_once: Subject) -> None:
     """-1 for every missing block, int64; a width of its own; scaled entries.
 
     Rules: R26.
     """
-    pair = three_rows(subject, KVCacheGroup(block_size=8, kernel_block_size=4, num_blocks=30), width=3)
+    pair = three_rows(subject_once, KVCacheGroup(block_size=8, kernel_block_size=4, num_blocks=30), width=3)
     pair.do("null_range", 0, 0, 1, 2)
     pair.commit()
-    host = subject.to_host
+    host = subject_once.to_host
     missing = host(ExportPair(pair, MISSING_IS_MINUS_1).run([0, -1, 1]).entries[0])
     check_values(missing[0], [20, 21, -1, -1, 24, 25], "R26", "the row with a block that became NULL")
     check_values(missing[1], [-1] * 6, "R26", "the row of a dummy")
@@ -273,7 +273,7 @@ def test_tables_by_hand(subject: Subject) -> None:
     for idx_mapping in ([0, 1, 2, 3], [1], [], [2, 0]):
         wide.run(idx_mapping)
         ExportPair(pair, SCALED).run(idx_mapping)
-    exact = make(subject, KVCacheGroup(block_size=8, kernel_block_size=4), rows=[[1, 2, 3]], max_model_len=17)
+    exact = make(subject_once, KVCacheGroup(block_size=8, kernel_block_size=4), rows=[[1, 2, 3]], max_model_len=17)
     exact.commit()
     narrow = ExportPair(exact, EXACT)
     check(narrow.out.width == 5, "R26", f"17 tokens take just 5 columns, got {narrow.out.width}.")
@@ -326,15 +326,15 @@ def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
     check(address(own.entries[0]) == address(pair.table.device_table(0)), "R26", "the identity is the table itself.")
 
 
-def test_kv_offsets_by_hand(subject: Subject) -> None:
+def test_kv_offsets_by_hand(subject_once: Subject) -> None:
     """K entries are doubled ids, V entries one more; both are 0 behind the row.
 
     Rules: R29.
     """
-    pair = three_rows(subject, FULL)
+    pair = three_rows(subject_once, FULL)
     export = ExportPair(pair, KV)
     result = export.run([1, 0], num_reqs_padded=3)
-    got = subject.to_host(result.entries[0])
+    got = subject_once.to_host(result.entries[0])
     check_values(got[0, 0], [28, 0, 0, 0], "R29", "the K entries")
     check_values(got[0, 1], [29, 0, 0, 0], "R29", "the V entries")
     check_values(got[1, 1], [21, 23, 25, 0], "R29", "the V entries")
@@ -342,21 +342,21 @@ def test_kv_offsets_by_hand(subject: Subject) -> None:
     export.run([0])
 
 
-def test_inverse_map_by_hand(subject: Subject) -> None:
+def test_inverse_map_by_hand(subject_once: Subject) -> None:
     """Blocks to columns, as far as the sequence goes; NULL and unknown blocks are never there; a repeat is the last.
 
     Rules: R30.
     """
     group = KVCacheGroup(block_size=4, num_blocks=20, sliding_window=100)
-    pair = make(subject, group, rows=[[3, 5, 9], [5, 5, 2], [7, 0, 8]])
+    pair = make(subject_once, group, rows=[[3, 5, 9], [5, 5, 2], [7, 0, 8]])
     pair.commit()
     export = ExportPair(pair, INVERSE_MAP)
-    got = subject.to_host(export.run([0, 1, 2, -1], [9, 12, 12, 5]).entries[0])
+    got = subject_once.to_host(export.run([0, 1, 2, -1], [9, 12, 12, 5]).entries[0])
     check_values(np.flatnonzero(got[0] >= 0), [3, 5, 9], "R30", "the blocks of the first request")
     check_values(got[1, [5, 2, 0]], [1, 2, -1], "R30", "the columns of blocks 5, 2 and 0")
     check_values(got[2, [7, 0, 8]], [0, -1, 2], "R30", "the columns of blocks 7, 0 and 8")
     check(bool((got[3] == -1).all()), "R30", "a dummy's map must be empty.")
-    got = subject.to_host(export.run([1, 0], [4, 5]).entries[0])
+    got = subject_once.to_host(export.run([1, 0], [4, 5]).entries[0])
     check_values(got[0, [5, 2, 3]], [0, -1, -1], "R30", "the columns after a longer batch")
     check_values(got[1, [3, 5, 9]], [0, 1, -1], "R30", "the columns after a longer batch")
     pair.do("set_row", 0, [8])
@@ -365,15 +365,15 @@ def test_inverse_map_by_hand(subject: Subject) -> None:
     export.run([], [])
 
 
-def test_states_by_hand(subject: Subject) -> None:
+def test_states_by_hand(subject_once: Subject) -> None:
     """Column 0, the last two columns, and the one of the last token with two more, on rows of 3, 1, 2 and 0 blocks.
 
     Rules: R31.
     """
-    pair = three_rows(subject, KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=3))
+    pair = three_rows(subject_once, KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=3))
     pair.do("null_range", 2, 0, 0, 1)
     pair.commit()
-    host, rows = subject.to_host, [0, 1, 2, 3]
+    host, rows = subject_once.to_host, [0, 1, 2, 3]
     check_values(host(ExportPair(pair, FIRST_STATE).run(rows).entries[0]), [10, 14, -1, -1], "R31", "the first columns")
     last = host(ExportPair(pair, LAST_STATES).run([0, 1, -5, 2]).entries[0]).tolist()
     check(last == [[11, 12], [14, -1], [-1, -1], [-1, 19]], "R31", f"the last two columns are {last}.")
@@ -401,21 +401,21 @@ def test_placeholder(subject_once: Subject) -> None:
     check(tuple(result.entries[0].shape) == (3, 1), "R26", f"the placeholder has shape {result.entries[0].shape}.")
 
 
-def test_groups_of_one_geometry_share_their_counts(subject: Subject) -> None:
+def test_groups_of_one_geometry_share_their_counts(subject_once: Subject) -> None:
     """One export of three groups holds what three exports hold; where one holds fewer columns, all are cut to it.
 
     Rules: R25, R27, R28, R29, R30.
     """
     groups = (FULL, replace(FULL, sliding_window=5), KVCacheGroup(block_size=8, num_blocks=20, kernel_block_size=4))
-    pair = make(subject, *groups)
+    pair = make(subject_once, *groups)
     for row in range(3):
         pair.do("set_row", row, [[4 + row, 7, 9 + row], [3, 1 + row, 8], [2, 6 + row]])
     pair.commit()
     for wanted in (CSR, TOKEN_CSR, KV, INVERSE_MAP, MISSING_IS_MINUS_1):
         together = ExportPair(pair, wanted, (2, 0, 1))
-        before = subject.watch.launches
+        before = subject_once.watch.launches
         together.run([0, 2, -1, 1], [11, 4, 8, 12], num_computed_tokens=[10, 3, 0, 11])
-        check(subject.watch.launches - before == 1, "R25", "groups of one geometry must take one call.")
+        check(subject_once.watch.launches - before == 1, "R25", "groups of one geometry must take one call.")
     pair.do("truncate_row", 1, [1, 3, 2])
     pair.commit()
     for wanted in (CSR, TOKEN_CSR, KV, INVERSE_MAP):
@@ -519,13 +519,13 @@ def test_metadata_that_is_refused_commits_nothing(subject_once: Subject) -> None
     pair.commit()
 
 
-def test_windows_are_cut_out(subject: Subject) -> None:
+def test_windows_are_cut_out(subject_once: Subject) -> None:
     """With num_computed_tokens the columns that a window has left behind are NULL in every layout but states.
 
     Rules: R11, R25.
     """
     group = KVCacheGroup(block_size=4, num_blocks=20, sliding_window=6, null_is_pad=True)
-    pair = three_rows(subject, group)
+    pair = three_rows(subject_once, group)
     for wanted in (TABLE, MISSING_IS_MINUS_1, KV, CSR, TOKEN_CSR, INVERSE_MAP, FIRST_STATE):
         export = ExportPair(pair, wanted)
         export.run([0, 2, 1], [12, 8, 2], num_computed_tokens=[11, 7, INT32_MAX])
@@ -546,12 +546,12 @@ def test_the_identity(subject_once: Subject) -> None:
         pair.table.export(LENGTHS, None, seq_lens=subject_once.device_array([4], "int32"), num_reqs_padded=2)
 
 
-def test_exports_see_the_last_commit(subject: Subject) -> None:
+def test_exports_see_the_last_commit(subject_once: Subject) -> None:
     """A pending change is not exported; a commit shows it, in the same arrays.
 
     Rules: R9, R25.
     """
-    pair = three_rows(subject, FULL)
+    pair = three_rows(subject_once, FULL)
     exports = [ExportPair(pair, wanted) for wanted in (CSR, KV, INVERSE_MAP, MISSING_IS_MINUS_1)]
     for change in (("set_row", 0, [4, 5]), ("append_row", 1, [6, 7]), ("clear_row", 2), ("swap_rows", 0, 1)):
         for export in exports:
@@ -564,18 +564,18 @@ def test_exports_see_the_last_commit(subject: Subject) -> None:
         export.run([2, 1, 0], [9, 9, 9])
 
 
-def test_sets_of_buffers_have_exports_of_their_own(subject: Subject) -> None:
+def test_sets_of_buffers_have_exports_of_their_own(subject_once: Subject) -> None:
     """`out=` of a set of buffers gives arrays of its own, the same at each call; the table's own are others.
 
     Rules: R17, R25.
     """
-    pair = three_rows(subject, FULL)
+    pair = three_rows(subject_once, FULL)
     more = pair.table.create_buffers()
-    mapping, lens = subject.device_array([0, 1], "int32"), subject.device_array([12, 4], "int32")
-    other = subject.device_array([1, 0], "int32")
+    mapping, lens = subject_once.device_array([0, 1], "int32"), subject_once.device_array([12, 4], "int32")
+    other = subject_once.device_array([1, 0], "int32")
     first = pair.table.export(CSR, mapping, seq_lens=lens)
     second = pair.table.export(CSR, other, seq_lens=lens, out=more)
-    host = subject.to_host
+    host = subject_once.to_host
     check_values(host(first.entries[0])[:4], [10, 11, 12, 14], "R25", "the table's own indices")
     check_values(host(second.entries[0])[:4], [14, 10, 0, 0], "R25", "the other set's indices")
     again = pair.table.export(CSR, mapping, seq_lens=lens, out=more)
@@ -598,12 +598,12 @@ def test_invalidate_refills_exports(subject_once: Subject) -> None:
         export.run([1, 0], [9, 9])
 
 
-def test_host_arrays_are_staged(subject: Subject) -> None:
+def test_host_arrays_are_staged(subject_once: Subject) -> None:
     """Numpy inputs give what device arrays give, and may be reused at once.
 
     Rules: R10, R25.
     """
-    pair = three_rows(subject, replace(FULL, sliding_window=6, null_is_pad=True))
+    pair = three_rows(subject_once, replace(FULL, sliding_window=6, null_is_pad=True))
     for wanted in (CSR, INVERSE_MAP, KV):
         export = ExportPair(pair, wanted)
         inputs = [np.array(values, np.int32) for values in ([2, 0], [7, 12], [6, 11])]
