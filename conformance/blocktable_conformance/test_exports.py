@@ -304,7 +304,7 @@ def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
 
     Rules: R26.
     """
-    pair = three_rows(subject, KVCacheGroup(block_size=16), KVCacheGroup(block_size=16))
+    pair = three_rows(subject, *[KVCacheGroup(block_size=16, num_blocks=40)] * 2)
     more = pair.table.create_buffers()
     pair.step([2, 0], [0, 1, 2], [0, 0], num_reqs_padded=3)
     mapping = subject.device_array([2, 0], "int32")
@@ -322,6 +322,11 @@ def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
     check(again is first, "R25", "a steady export must return the same object.")
     check(tuple(flat.entries[0].shape) == (12,), "R26", f"the flat table has shape {flat.entries[0].shape}.")
     check(tuple(shaped.entries[0].shape) == (2, 1, 4, 1), "R26", f"cuDNN's has shape {shaped.entries[0].shape}.")
+    for unlike in (MISSING_IS_MINUS_1, WIDE, SCALED):
+        copy = pair.table.export(unlike, mapping).entries[0]
+        apart = address(copy) != address(pair.table.buffers.block_tables[0])
+        is_like = unlike is not MISSING_IS_MINUS_1 or subject.to_host(copy)[1].tolist() == [10, 11, 12, -1]
+        check(apart and is_like, "R26", f"{unlike} is not the batch table, and holds {subject.to_host(copy).tolist()}.")
     own = pair.table.export("flash_attention_3", None, num_reqs=3)
     check(address(own.entries[0]) == address(pair.table.device_table(0)), "R26", "the identity is the table itself.")
 

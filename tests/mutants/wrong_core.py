@@ -1,4 +1,4 @@
-"""Mutants of the core: one method replaced, the numpy backend, the suite's row, call and geometry cases.
+"""Mutants of the core: one method replaced, the numpy backend, the suite's row, call and geometry cases, or exports.
 
 `python wrong_core.py FOLDER` writes one verdict for each mutant, and one for the core as it is, in one process:
 importing pytest anew for each would take longer than the runs.
@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import blocktable.exports
+import blocktable.metadata
+import blocktable.table
 from blocktable import BlockTableConfig, ContextParallel, RowCapacityError, Writes
+from blocktable.exports import ExportSets
+from blocktable.metadata import Family, MetadataPlan
 from blocktable.rows import HostRows
 from blocktable.table import BlockTable
 from blocktable_conformance.__main__ import main as conformance
@@ -24,11 +29,24 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, tuple[str, Patch]] = {}
 """Mutant -> the rule that a failed assertion must name, and what it replaces."""
 
+CASES = "test_cases and not partition"
+EXPORT_CASES = "test_exports.py and not equal and not any_history and not long_rows"
+EXPORT_MUTANTS: set[str] = set()
+"""Those that the cases of exports must catch."""
+
 
 def _mutant(rule: str) -> Callable[[Patch], Patch]:
     def register(patch: Patch) -> Patch:
         MUTANTS[patch.__name__] = rule, patch
         return patch
+
+    return register
+
+
+def _export_mutant(rule: str) -> Callable[[Patch], Patch]:
+    def register(patch: Patch) -> Patch:
+        EXPORT_MUTANTS.add(patch.__name__)
+        return _mutant(rule)(patch)
 
     return register
 
@@ -173,20 +191,69 @@ def waking_up_sends_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostRows, "invalidate", lambda self: None)
 
 
-SELECTION = "test_cases and not partition"
+# Exports.
+
+
+@_export_mutant("R24")
+def waking_up_leaves_exports(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ExportSets, "reset", lambda self, stream: None)
+
+
+@_export_mutant("R25")
+def any_group_is_exported(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(blocktable.exports, "_check_group", lambda *arguments: None)
+
+
+@_export_mutant("R26")
+def every_table_is_the_batch_table(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(blocktable.table, "is_batch_table", lambda config, layout, groups: layout.kind == "table")
+
+
+@_export_mutant("R26")
+def no_table_is_the_batch_table(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(blocktable.table, "is_batch_table", lambda config, layout, groups: False)
+
+
+@_export_mutant("R28")
+def entries_of_any_size(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(blocktable.exports, "_check_int32", lambda *arguments: None)
+
+
+@_export_mutant("R33")
+def each_group_counts_for_itself(patch: pytest.MonkeyPatch) -> None:
+    right = blocktable.metadata.make_plan
+
+    def make_plan(config: BlockTableConfig, layouts: Any) -> MetadataPlan:
+        plan = right(config, layouts)
+        families: list[Family] = []
+        places: list[tuple[int, int] | None] = []
+        for group, place in enumerate(plan.places):
+            places.append(None if place is None else (len(families), 0))
+            if place is not None:
+                families.append(Family(plan.families[place[0]].layout, (group,)))
+        if plan.lengths is None:
+            return MetadataPlan(tuple(families), tuple(places), None)
+        return MetadataPlan((*families, plan.families[plan.lengths]), tuple(places), len(families))
+
+    patch.setattr(blocktable.table, "make_plan", make_plan)
+
+
+@_export_mutant("R33")
+def lengths_of_another_batch_are_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockTable, "_check_seq_lens", lambda self, seq_lens, num_reqs: num_reqs or len(seq_lens))
 
 
 def main(folder: Path) -> None:
     """Run the suite once over the right core and once over each mutant."""
-    _run(folder / "right.json")
+    _run(folder / "right.json", f"({CASES}) or ({EXPORT_CASES})")
     for name, (_, replace) in MUTANTS.items():
         with pytest.MonkeyPatch.context() as patch:
             replace(patch)
-            _run(folder / f"{name}.json")
+            _run(folder / f"{name}.json", EXPORT_CASES if name in EXPORT_MUTANTS else CASES)
 
 
-def _run(verdict: Path) -> None:
-    conformance(["numpy", f"--verdict={verdict}", "-q", "--tb=no", "-k", SELECTION])
+def _run(verdict: Path, selection: str) -> None:
+    conformance(["numpy", f"--verdict={verdict}", "-q", "--tb=no", "-k", selection])
 
 
 if __name__ == "__main__":
