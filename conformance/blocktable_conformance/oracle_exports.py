@@ -129,9 +129,9 @@ class ExportOracle:
         if kind == "lengths":
             return Exported([], lengths=[self.length(request) for request in self.batch])
         if kind == "csr":
-            return self._csr(self.blocks, self.shape.kernel_block_size, capacity)
+            return self._csr(self.shape.kernel_block_size, capacity)
         if kind == "token_csr":
-            return self._csr(self._slots, 1, capacity)
+            return self._csr(1, capacity)
         make: dict[str, Callable[[int, Request], Any]] = {
             "table": self._table_row,
             "kv_offsets": self._kv_rows,
@@ -159,22 +159,24 @@ class ExportOracle:
 
     # CSR (R27, R28).
 
-    def _slots(self, group: int, request: Request) -> list[int]:
-        size = self.shape.kernel_block_size
-        slots = [block_id * size + offset for block_id in self.columns(group, request) for offset in range(size)]
-        return slots[: self.length(request)]
-
-    def _csr(self, entries_of: Callable[[int, Request], list[int]], page_size: int, capacity: int) -> Exported:
-        indices, indptr, last_page_lens = [], [0], []
+    def _csr(self, page_size: int, capacity: int) -> Exported:
+        """Return indices of pages: of kernel blocks, or of single tokens, whose ids are slots."""
+        pages_per_block = self.shape.kernel_block_size // page_size
+        indices: list[list[int]] = [[] for _ in self.groups]
+        indptr, last_page_lens = [0], []
         for request in self.batch:
-            count = min(len(entries_of(self.groups[0], request)), capacity - indptr[-1])
+            columns = [self.columns(group, request) for group in self.groups]
+            pages = min(ceil_div(self.length(request), page_size), len(columns[0]) * pages_per_block)
+            count = min(pages, capacity - indptr[-1])
             indptr.append(indptr[-1] + count)
             rest = self.length(request) - (count - 1) * page_size
             last_page_lens.append(min(rest, page_size) if count else 0)
-        for group in self.groups:
-            flat = [entry for request in self.batch for entry in entries_of(group, request)][:capacity]
-            indices.append(flat + [NULL] * (capacity - len(flat)))
-        return Exported(indices, indptr, last_page_lens, [self.length(request) for request in self.batch])
+            for flat, row in zip(indices, columns, strict=True):
+                flat += [
+                    row[page // pages_per_block] * pages_per_block + page % pages_per_block for page in range(count)
+                ]
+        whole = [flat + [NULL] * (capacity - len(flat)) for flat in indices]
+        return Exported(whole, indptr, last_page_lens, [self.length(request) for request in self.batch])
 
     # The inverse map (R30).
 
