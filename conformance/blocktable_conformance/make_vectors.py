@@ -331,7 +331,7 @@ def exports() -> list[Scenario]:
                  [set_row(0, [5, 0, 7]), set_row(1, [3]), call("commit"), export(missing, [0, -1, 1]),
                   export(kv, [0, 1]), export(kv, [1]), export(missing, [1]),
                   export({"kind": "table", "width_tokens": 40}, [1, 0]),
-                  export({"kind": "table", "exact_width": True}, [0])]),
+                  export({"kind": "table", "exact_width": True}, [0]), export({"kind": "placeholder"}, [1, 0])]),
         Scenario("window", "R11, R25", "A window in every layout", small(window),
                  [*rows, *(export(layout, [0, 2, 1], seq_lens=[12, 8, 2], num_computed_tokens=[11, 7, -1], **options)
                            for layout, options in windowed)]),
