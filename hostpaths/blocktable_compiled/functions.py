@@ -339,9 +339,10 @@ def pack_changes(state, knows_values, size, block):
 
 
 @njit(cache=True, nogil=True)
-def append_one_block_each(
+def append_equally(
     rows,  # [n] int64, distinct rows of the table
-    ids,  # [n * num_groups] int32, row after row, one for each group; any int32
+    counts,  # [n] int64, blocks of each row, in every group; at least 1
+    ids,  # [sum(counts) * num_groups] int32, row after row, in it group after group; any int32
     tables,  # [num_groups, 3] int64: table_start, width, blocks_per_kv_block
     num_rows,
     mirror,  # [mirror_size] int32, written; its entries may be any int32
@@ -349,7 +350,7 @@ def append_one_block_each(
     lengths,  # [journal_size] int64
     size,  # ranges in the journal
 ):
-    """Add one block to rows of all groups, for the tables of a drop-in, which has checked that there is room.
+    """Add blocks to rows of all groups, for the tables of a drop-in, which has checked that there is room.
 
     The new ranges are disjoint and ascending.
 
@@ -359,19 +360,22 @@ def append_one_block_each(
     n, num_groups = rows.size, tables.shape[0]
     if size + 2 * n * num_groups > offsets.size:
         return REFUSED
-    order = np.argsort(rows)
-    first_entry = size + n * num_groups
+    order, first_ids = np.argsort(rows), np.cumsum(counts) - counts
+    next_range = size + n * num_groups
     for g in range(num_groups):
         table_start, width, k = tables[g, 0], tables[g, 1], tables[g, 2]
         for i in range(n):
-            row = rows[order[i]]
-            cell, block_id = g * num_rows + row, np.int64(ids[order[i] * num_groups + g])
+            row, count = rows[order[i]], counts[order[i]]
+            cell = g * num_rows + row
             entry = table_start + row * width + mirror[cell]
             offsets[size], lengths[size] = cell, 1
-            offsets[first_entry], lengths[first_entry] = entry, k
+            offsets[next_range], lengths[next_range] = entry, count * k
             size += 1
-            first_entry += 1
-            for part in range(k):
-                mirror[entry + part] = np.int32(block_id * k + part)
-            mirror[cell] += k
-    return first_entry
+            next_range += 1
+            first_id = first_ids[order[i]] * num_groups + g * count
+            for block_id in ids[first_id : first_id + count]:
+                for part in range(k):
+                    mirror[entry] = np.int32(np.int64(block_id) * k + part)
+                    entry += 1
+            mirror[cell] += count * k
+    return next_range

@@ -20,6 +20,17 @@ def get_pcp_group() -> Any:
     return _group("get_pcp_group")
 
 
+def get_total_cp_world_size() -> int:
+    """Return how many ranks share a request's tokens."""
+    world_size = 1
+    for getter in (get_pcp_group, get_dcp_group):
+        try:
+            world_size *= getter().world_size
+        except AssertionError:  # torch.distributed is not initialised
+            continue
+    return world_size
+
+
 def _group(name: str) -> Any:
     distributed: Any = sys.modules.get("vllm.distributed")
     getter = getattr(distributed, name, None)

@@ -531,7 +531,7 @@ class Multi0251(PlainMulti):
     ) -> None:
         _require_one_each("kernel_block_sizes", kernel_block_sizes, block_sizes)
         if max_num_blocks is None:
-            world_size = self._world_size()
+            world_size = self.__table_type__.__home__.get_total_cp_world_size()
             max_num_blocks = [-(-max_model_len // (block_size * world_size)) for block_size in block_sizes]
         _require_one_each("max_num_blocks", max_num_blocks, block_sizes)
         self._make_tables(
@@ -551,16 +551,6 @@ class Multi0251(PlainMulti):
                 )
             ]
         )
-
-    def _world_size(self) -> int:
-        home = self.__table_type__.__home__
-        world_size = 1
-        for name in ("get_pcp_group", "get_dcp_group"):
-            try:
-                world_size *= getattr(home, name)().world_size
-            except AssertionError:  # torch.distributed is not initialised
-                continue
-        return world_size
 
 
 class Multi0330(PlainMulti):

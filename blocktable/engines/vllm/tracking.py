@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,8 @@ class TrackedState(State):
         self._tables = np.hstack(columns)
         self._compiled: Any = compiled_host_path()
         if self._compiled is not None:  # now, and not in the first step that appends
-            self._compiled.append_one_block_each(
-                *(np.zeros(0, np.int64), np.zeros(0, np.int32), self._tables, 1, np.zeros(0, np.int32)),
-                *(np.zeros(0, np.int64), np.zeros(0, np.int64), 0),
-            )
+            longs, ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
+            self._compiled.append_equally(longs, longs, ints, self._tables, 1, ints, longs, longs, 0)
         self._is_in_order = False  # whether the journal is disjoint and ascending as it is
         self._new_row_budget = sum(self._widths)  # entries that a backend stages without a wait (R9)
 
@@ -70,10 +69,11 @@ class TrackedState(State):
         self._highest = np.zeros((self._num_groups, self._num_rows), np.int32)
 
         self._queued_rows: list[int] = []
+        self._queued_counts: list[int] = []
         self._queued_ids = array("i")
         self._queued: set[int] = set()
         self._lists = [list] * self._num_groups
-        # Appends of one block that a row surely has room for; 0: not known.
+        # Blocks that a row surely has room for in every group; 0: not known.
         self._rooms = [0] * self._num_rows
 
         self._shown: list[weakref.ref[Any]] = []  # rows and counts in somebody's hands
@@ -83,32 +83,42 @@ class TrackedState(State):
     # Appends, queued.
 
     def queue(self, block_ids: Any, row: Any) -> bool:
-        """Take an append of one block to every group; False with nothing changed: it is of another kind.
+        """Take an append of as many blocks to every group; False with nothing changed: it is of another kind.
 
         Args:
-            block_ids: a list of one int for each group.
+            block_ids: a list of ints for each group, all of one length.
             row: the row.
         """
-        ids = self._queued_ids
+        queued = self._queued_ids
+        before = len(queued)
         try:
             room = self._rooms[row]
             if room < 1 or row in self._queued or row < 0:
                 room = self._make_room(row)
-                if room < 1:
-                    return False
+                before = len(queued)  # it may have flushed
             if [*map(type, block_ids)] != self._lists:
                 return False
-            ids.extend([block_id for (block_id,) in block_ids])
+            number = len(block_ids[0])
+            if number == 1:
+                queued.extend([block_id for (block_id,) in block_ids])
+            elif [*map(len, block_ids)].count(number) == self._num_groups:
+                queued.extend(chain.from_iterable(block_ids))
+            else:
+                return False
+            if not 0 < number <= room:
+                del queued[before:]
+                return False
         except (IndexError, TypeError, ValueError, OverflowError):  # what it is, the slow path says
-            del ids[len(self._queued_rows) * self._num_groups :]
+            del queued[before:]
             return False
         self._queued_rows.append(row)
+        self._queued_counts.append(number)
         self._queued.add(row)
-        self._rooms[row] = room - 1
+        self._rooms[row] = room - number
         return True
 
     def _make_room(self, row: Any) -> int:
-        """Return how many single blocks fit into a row in every group, 0 where appends cannot be queued."""
+        """Return how many blocks fit into a row in every group, 0 where appends cannot be queued."""
         if self._counts_before is not None:
             self._settle_counts()
         if self._is_shown or row < 0 or not self.has_own_rows:
@@ -125,43 +135,47 @@ class TrackedState(State):
         """Put the queued appends into the rows."""
         if not self._queued_rows:
             return
-        rows, ids = np.array(self._queued_rows, np.int64), np.array(self._queued_ids)
+        rows, counts = np.array(self._queued_rows, np.int64), np.array(self._queued_counts, np.int64)
+        ids = np.array(self._queued_ids)
         self._is_in_order = self._journal.size == 0
-        if not self._append_compiled(rows, ids):
-            self._append_by_numpy(rows, ids)
+        if not self._append_compiled(rows, counts, ids):
+            self._append_by_numpy(rows, counts, ids)
         self._last_marked = max(self._last_marked, int(rows.max()))
         self._queued_rows.clear()
+        self._queued_counts.clear()
         self._queued.clear()
         del self._queued_ids[:]
 
-    def _append_compiled(self, rows: IntArray, ids: IntArray) -> bool:
+    def _append_compiled(self, rows: IntArray, counts: IntArray, ids: IntArray) -> bool:
         """Append in one compiled call; False with nothing changed: there is none, or the journal is full."""
         if self._compiled is None:
             return False
-        journal = self._journal
-        size: int = self._compiled.append_one_block_each(
-            rows, ids, self._tables, self._num_rows, self.host.mirror, journal.offsets, journal.lengths, journal.size
+        journal, mirror = self._journal, self.host.mirror
+        size: int = self._compiled.append_equally(
+            *(rows, counts, ids, self._tables, self._num_rows, mirror),
+            *(journal.offsets, journal.lengths, journal.size),
         )
         if size >= 0:
             journal.size = size
         return size >= 0
 
-    def _append_by_numpy(self, rows: IntArray, ids: IntArray) -> None:
+    def _append_by_numpy(self, rows: IntArray, counts: IntArray, ids: IntArray) -> None:
         mirror, order = self.host.mirror, rows.argsort()
-        rows, ids = rows[order], ids.reshape(rows.size, self._num_groups)[order].T
+        first_ids = (counts.cumsum() - counts)[order] * self._num_groups
+        rows, counts = rows[order], counts[order]
         cells = self._first_cells + rows
-        counts = mirror[cells]
-        starts = self._start_column + rows * self._width_column + counts
-        self._journal.mark(cells, self._ones[: cells.size])  # they lie before the rows
+        filled = mirror[cells]
+        starts = self._start_column + rows * self._width_column + filled
+        columns = counts * self._expansion_column
+        each = np.broadcast_to(counts, cells.shape).ravel()
+        blocks = ids[ranges((first_ids + np.arange(self._num_groups)[:, None] * counts).ravel(), each)].astype(np.int64)
         if self._expands:
-            lengths = np.broadcast_to(self._expansion_column, starts.shape).ravel()
-            columns = ranges((ids.astype(np.int64) * self._expansion_column).ravel(), lengths)
-            mirror[ranges(starts.ravel(), lengths)] = columns
-            self._journal.mark(starts, lengths)
-        else:
-            mirror[starts] = ids
-            self._journal.mark(starts, self._ones[: starts.size])
-        mirror[cells] = counts + self._expansion_column
+            expansions = np.repeat(np.broadcast_to(self._expansion_column, cells.shape).ravel(), each)
+            blocks = ranges(blocks * expansions, expansions)
+        self._journal.mark(cells, self._ones[: cells.size])  # they lie before the rows
+        self._journal.mark(starts, columns)
+        mirror[ranges(starts.ravel(), columns.ravel())] = blocks
+        mirror[cells] = filled + columns
 
     # Row operations, one row of one group. A row is an index into the table, at least 0.
 
@@ -334,12 +348,13 @@ class TrackedState(State):
         For tests: it looks without asking for the rows, which would end tracking.
         """
         rows, counts = [table.copy() for table in self.host.rows], self.host.counts.copy()
-        queued = np.array(self._queued_ids).reshape(-1, self._num_groups).tolist()
-        for row, ids in zip(self._queued_rows, queued, strict=True):
-            for group, (block_id, expansion) in enumerate(zip(ids, self._expansions, strict=True)):
-                first = counts[group, row]
-                rows[group][row, first : first + expansion] = block_id * expansion + np.arange(expansion)
-                counts[group, row] += expansion
+        ids = iter(self._queued_ids)
+        for row, number in zip(self._queued_rows, self._queued_counts, strict=True):
+            for group, expansion in enumerate(self._expansions):
+                for block_id in islice(ids, number):
+                    first = counts[group, row]
+                    rows[group][row, first : first + expansion] = block_id * expansion + np.arange(expansion)
+                    counts[group, row] += expansion
         return rows, counts
 
     # Commits.

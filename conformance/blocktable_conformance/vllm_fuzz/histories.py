@@ -170,11 +170,17 @@ def _odd_ids(chance: random.Random) -> Any:
     return chance.choice(kinds)
 
 
+def _equal_ids(chance: random.Random, number: int) -> list[list[int]]:
+    """Return as many ids for each group: one, or a few for a chunk of a prompt."""
+    length = chance.choice((1, 1, 1, 1, 2, 4))
+    return [[chance.randint(1, 5000) for _ in range(length)] for _ in range(number)]
+
+
 def _ids_of(chance: random.Random, look: Look, target: int, most: int) -> Any:
     """Return ids for one group, or one sequence for each; mostly one block each, as in decode."""
     number = 1 if target != MULTI else look.geometry.num_groups
-    if chance.random() < 0.55:
-        ids: list[Any] = [[chance.randint(1, 5000)] for _ in range(number)]
+    if chance.random() < 0.65:
+        ids: list[Any] = _equal_ids(chance, number)
     else:
         ids = [_ids(chance, most) for _ in range(number)]
     if chance.random() < 0.05:
@@ -197,7 +203,7 @@ def _decode(chance: random.Random, look: Look, target: int) -> tuple[Any, ...]:
     if chance.random() < 0.5:
         rows.sort()
     number = 1 if target != MULTI else look.geometry.num_groups
-    return rows, [[[chance.randint(1, 5000)] for _ in range(number)] for _ in rows]
+    return rows, [_equal_ids(chance, number) for _ in rows]
 
 
 def _add(chance: random.Random, look: Look, target: int) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktable import PAD_SLOT_ID, BlockTableError, ConfigError, RowCapacityError
+from blocktable import PAD_SLOT_ID, ConfigError, RowCapacityError
 from blocktable.engines.vllm import drop_in, home
 from blocktable_conformance.vllm_fuzz.histories import MULTI, Call, Geometry, Look
 
@@ -350,6 +350,9 @@ class Pair:
     def _do_attributes(self, target: int) -> None:
         for group in self._groups(target):
             compare_attributes(self.their_tables[group], self.our_tables[group])
+            compare_signatures(self.their_tables[group], self.our_tables[group])
+        if self.geometry.is_multi:
+            compare_signatures(self.theirs, self.ours)
 
     def _do_map_to_kernel_blocks(self, target: int, ids: list[int]) -> None:
         if self.profile != "0.25.1":
@@ -521,6 +524,7 @@ class Recorder:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Launch nothing."""
         self.calls.append((self.grid, args, kwargs))
 
 
@@ -558,6 +562,19 @@ def compare_attributes(theirs: Any, ours: Any) -> None:
             _require_equal(name, a, b)
         elif getattr(a, "value", a) != getattr(b, "value", b):
             raise Different(f"{name}: vLLM {a!r}, ours {b!r}")
+
+
+def compare_signatures(theirs: Any, ours: Any) -> None:
+    """Require that every public method of vLLM's, and the constructor, has the same parameters in ours.
+
+    Raises:
+        Different: they differ.
+    """
+    names = [name for name, _ in inspect.getmembers(theirs, inspect.isroutine) if not name.startswith("_")]
+    for name in ("__init__", *names):
+        found = [list(inspect.signature(getattr(side, name)).parameters) for side in (theirs, ours)]
+        if found[0] != found[1]:
+            raise Different(f"{name}: vLLM takes {found[0]}, ours {found[1]}")
 
 
 def _require_equal(what: str, theirs: Any, ours: Any) -> None:
@@ -602,6 +619,3 @@ def _materialise(ids: Any, *, is_many: bool) -> Any:
         }
         return makers[kind](values)
     return list(ids) if isinstance(ids, list) else ids
-
-
-__all__ = ["BlockTableError", "Different", "Pair", "compare_attributes"]
