@@ -20,7 +20,7 @@ from blocktable_benchmarks.peers import find_peers
 from blocktable_benchmarks.render import as_markdown, as_text, fill_page
 from blocktable_benchmarks.runner import Lane, Results, run_lane
 from blocktable_benchmarks.table_lane import TableLane
-from blocktable_benchmarks.tables import Table, make_tables
+from blocktable_benchmarks.tables import Table, best_peer, make_tables
 from blocktable_benchmarks.timing import Pace, gpu_step_time, host_time, steps_before_wait
 from blocktable_benchmarks.worker import SECTIONS, Worker
 from blocktable_benchmarks.workloads import (
@@ -480,3 +480,29 @@ def test_a_wrong_export_is_found_before_it_is_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(exports.ExportLane, "arrays_of", wrong)
     with pytest.raises(WrongResult, match="CSR, 1 group: 1 of 9 indptr differ"):
         exports._measure(lane, reference, exports.CASES[0])
+
+
+def test_the_drop_in_stands_beside_the_table_whose_calls_it_takes() -> None:
+    """Its times are divided into those of every V1 table, and it is no peer of the backends."""
+    workload = step_workloads()[0].name
+    times = {
+        "vLLM 1 V1": ("peer", 40.0, 80.0),
+        "vLLM 1 V2": ("peer", 10.0, 20.0),
+        "drop-in, fast": ("drop-in", 8.0, 16.0),
+    }
+    lanes = {
+        name: {"kind": kind, "steps": {workload: {"host_us": host, "waited_us": waited}}}
+        for name, (kind, host, waited) in times.items()
+    }
+    results = {"lanes": lanes, "machine": {}, "command": "", "date": "", "versions": {}, "errors": [], "not_run": []}
+    assert best_peer(results, "steps", workload, "host_us") == 10.0
+    (table,) = [table for table in make_tables(results) if table.name == "drop_ins"]
+    assert table.header == ["", "host us", "host x vLLM 1 V1", "with a wait us", "wait x vLLM 1 V1"]
+    assert table.rows[-1] == ["drop-in, fast", "8.0", "5.0x", "16.0", "5.0x"]
+
+
+def test_every_table_has_a_name_that_a_page_can_be_filled_by(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench: drop_ins -->\n<!-- bench end -->\n")
+    fill_page(page, [Table("drop_ins", "title", ["", "x"], [["a", "1"]])])
+    assert "| a | 1 |" in page.read_text()

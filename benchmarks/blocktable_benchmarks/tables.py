@@ -204,7 +204,7 @@ def _drop_ins(results: Results) -> list[Table]:
             rows.append(row)
     ratios = [[f"{what} x {name}" for name in own] for what in ("host", "wait")]
     header = ["", "host us", *ratios[0], "with a wait us", *ratios[1]]
-    return [Table("drop-ins", "The vLLM drop-in beside vLLM's own V1 tables, by the same calls", header, rows)]
+    return [Table("drop_ins", "The vLLM drop-in beside vLLM's own V1 tables, by the same calls", header, rows)]
 
 
 def _slots(results: Results) -> list[Table]:
