@@ -27,7 +27,7 @@ from blocktable import (
 from blocktable_conformance import profiles
 from blocktable_conformance.asserts import check, check_values, must_raise
 from blocktable_conformance.cases import make, shard
-from blocktable_conformance.exports import RULES, ExportPair
+from blocktable_conformance.exports import ARRAYS, RULES, ExportPair
 from blocktable_conformance.oracle import Geometry
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.strategies import INT32_MAX, INT32_MIN, BatchDraw, batches, bulk_calls, configs
@@ -609,6 +609,14 @@ def test_sets_of_buffers_have_exports_of_their_own(subject_once: Subject) -> Non
     check(address(again.entries[0]) == address(second.entries[0]), "R25", "an export moved.")
 
 
+def spoil(array: Any) -> None:
+    """Overwrite an array of the backend's device, as memory that was unmapped in between."""
+    if hasattr(array, "fill_"):
+        array.fill_(77)
+    elif array is not None:
+        array[:] = 77
+
+
 def test_invalidate_refills_exports(subject_once: Subject) -> None:
     """After sleep and wake every set is as fresh, whatever its memory holds, and the next export is right.
 
@@ -618,6 +626,9 @@ def test_invalidate_refills_exports(subject_once: Subject) -> None:
     exports = [ExportPair(pair, wanted) for wanted in (CSR, KV, INVERSE_MAP, MISSING_IS_MINUS_1, LENGTHS)]
     for export in exports:
         export.run([0, 1, 2], [9, 9, 9])
+        for name in (*ARRAYS, "counts", "mapped"):
+            spoil(getattr(export.out, name))
+    subject_once.backend.synchronize()
     pair.invalidate()
     for export in exports:
         export.check_written([], rules="R24")

@@ -11,8 +11,8 @@ import pytest
 
 from blocktable import BlockTableConfig, BlockTableError, KVCacheGroup
 from blocktable_conformance.asserts import check
-from blocktable_conformance.exports import ExportPair
-from blocktable_conformance.gpu import held, need, tensor
+from blocktable_conformance.exports import ARRAYS, ExportPair
+from blocktable_conformance.gpu import as_tensor, held, need, tensor
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.subject import Subject, address
 from blocktable_conformance.test_exports import (
@@ -126,6 +126,10 @@ def test_replays_follow_their_inputs(subject_once: Subject, torch: Any) -> None:
     for export in captured.exports:  # eager calls between replays
         export.run([0, 3, 6, 7, 5], [1, 2, 3, 4, 5], num_computed_tokens=[0, 1, 2, 3, 4])
     captured.replay([6, 3], [9, 9], [1, 1])
+    for export in captured.exports:
+        for name in (*ARRAYS, "counts", "mapped"):
+            if getattr(export.out, name) is not None:
+                as_tensor(torch, getattr(export.out, name)).fill_(77)
     pair.invalidate()
     captured.replay([1, 7], [9, 24], [8, 20])
 
