@@ -7,6 +7,7 @@ the page may rely on, but for the GPU's own order of things.
 from __future__ import annotations
 
 import builtins
+import gc
 import importlib.util
 import os
 import random
@@ -214,6 +215,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
         pytest.skip("wants a GPU" + (f" or {EMULATED[backend]}=1" if backend == "triton" else ""))
     if backend == "triton" and not importlib.util.find_spec("triton"):
         pytest.skip("triton is not installed: tox -e conformance-triton")
+    gc.collect()  # memory of the test before this one, freed in the middle of a capture, would break it
     return Engine(page_names(), backend)
 
 

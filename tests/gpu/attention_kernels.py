@@ -24,6 +24,8 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 ALL_DTYPES = ("float16", "bfloat16", "float32")
 SHORT_DTYPES = ("float16", "bfloat16")
 TILE = 128  # of FlexAttention's block masks
+# The kernel for short queries takes the query heads of a KV head at once, and finds no tile for 96 tokens of two.
+KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 
 Write = Callable[..., None]
 """Writes a step's keys and values through slots, with the arguments of vLLM's reshape_and_cache_flash."""
@@ -228,7 +230,9 @@ class Flex:
             for group, layer in enumerate(layers):
                 step.export("flex_attention", group, exports[group])
                 keys, values = (cache.flatten(0, 1).transpose(0, 1)[None] for cache in (layer.keys, layer.values))
-                output = self._attend(queries, keys, values, block_mask=masks[group], enable_gqa=True)
+                output = self._attend(
+                    queries, keys, values, block_mask=masks[group], enable_gqa=True, kernel_options=KERNEL_OPTIONS
+                )
                 inputs.outputs[group].copy_(output[0].transpose(0, 1))
 
         return launch, nothing
