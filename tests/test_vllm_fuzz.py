@@ -76,7 +76,7 @@ def clamp_to_host(method: Any, state: Any, n: int) -> None:
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "rows that come back are trusted": without("_mark_new_rows"),
+    "rows that come back are trusted": changed("_send_new_rows", lambda method, self, n: [n] * self._num_groups),
     "held rows are not watched": changed("show_rows", show_rows_and_forget),
     "written counts are not looked for": without("_settle_counts"),
     "a swap leaves tails": changed("swap_row", swap_what_is_counted),

@@ -153,6 +153,39 @@ def test_rows_behind_the_commit_wait_and_come_whole(monkeypatch: pytest.MonkeyPa
     assert agree(table, 5)
 
 
+def test_no_commit_is_larger_than_what_is_staged_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows replaced at once, in the middle of the batch and behind it."""
+    table = make(max_num_reqs=64)
+    state = table.__blocktable__
+    for row in range(40):
+        table.add_row(([1, 2], [3]), row)
+    table.commit_block_table(40)
+    write, sizes = state.device.store.write, []
+
+    def noting_write(writes: Any, *, stream: Any) -> None:
+        sizes.append(bt.staged_entries(writes.offsets.size, writes.values.size))
+        write(writes, stream=stream)
+
+    monkeypatch.setattr(state.device.store, "write", noting_write)
+    for row in (*range(0, 40, 3), *range(40, 60)):
+        table.add_row(([row + 1] * WIDTH, [row + 2] * (WIDTH // 2)), row)
+    for row in range(20, 30):
+        table.swap_row(row, 29 - row)
+    table.commit_block_table(55)
+    assert agree(table, 55)
+    assert not table[0].block_table.gpu[55:].any()
+    assert len(sizes) == 1
+    assert sum(sizes) <= bt.steady_entries(state.device.config)
+    monkeypatch.setattr(state, "_most_staged", 40)  # as if a row were much narrower than all of these changes
+    sizes.clear()
+    for row in range(55):
+        table.add_row(([row + 3] * WIDTH, [row + 4] * (WIDTH // 2)), row)
+    table.commit_block_table(55)
+    assert agree(table, 55)
+    assert len(sizes) > 10
+    assert max(sizes) <= 40
+
+
 def test_a_row_once_outside_the_batch_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make()
     for row in range(4):

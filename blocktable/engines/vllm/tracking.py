@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from itertools import chain, islice
+from collections.abc import Iterator
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ from blocktable.errors import RowCapacityError
 from blocktable.host_path import compiled_host_path
 from blocktable.protocols import IntArray, Writes, ranges
 from blocktable.rows import Journal
+from blocktable.staging import steady_entries
+
+RANGE_ENTRIES = 4
+"""int32 entries that a range takes beside its values where a commit is staged, and a little more."""
 
 
 class TrackedState(State):
@@ -58,7 +63,8 @@ class TrackedState(State):
             longs, ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
             self._compiled.append_equally(longs, longs, ints, self._tables, 1, ints, longs, longs, 0)
         self._is_in_order = False  # whether the journal is disjoint and ascending as it is
-        self._new_row_budget = sum(self._widths)  # entries that a backend stages without a wait (R9)
+        self._new_row_budget = sum(self._widths)
+        self._most_staged = steady_entries(self.device.config)
 
         self._journal = Journal(4 * self._num_counts + 64)
         self._marks: list[tuple[int, int]] = []
@@ -371,14 +377,15 @@ class TrackedState(State):
             self._forget_changes()
             self._trust(n)
             return
+        limits = [n] * self._num_groups  # rows of each group whose changes the journal sends
         if min(self._trusted) < n:
-            self._mark_new_rows(n)
+            limits = self._send_new_rows(n)
         if self._marks:
             marks = np.array(self._marks)
             self._journal.mark(marks[:, 0], marks[:, 1])
             self._is_in_order = False
         if self._journal.size:
-            self._send_journal(n)
+            self._send_journal(limits)
         self._forget_changes()
         self._trusted = [n] * self._num_groups
 
@@ -409,9 +416,14 @@ class TrackedState(State):
         self._journal.clear()
         self._last_marked = -1
 
-    def _mark_new_rows(self, n: int) -> None:
-        """Have rows sent whole that were behind the last commit, by the journal where they are few."""
+    def _send_new_rows(self, n: int) -> list[int]:
+        """Send rows whole that were behind the last commit: by the journal where they are few, else as copies.
+
+        Returns:
+            [num_groups]. Below which row the journal still has something to send.
+        """
         entries = sum(max(0, n - first) * width for first, width in zip(self._trusted, self._widths, strict=True))
+        limits = [n] * self._num_groups
         for group, first in enumerate(self._trusted):
             if first >= n:
                 continue
@@ -421,6 +433,8 @@ class TrackedState(State):
                 self._marks.append((group * self._num_rows + first, n - first))
             else:
                 self._send_whole(group, first, n)
+                limits[group] = first
+        return limits
 
     def _send_whole(self, group: int, start: int, stop: int) -> None:
         if start < stop:
@@ -429,29 +443,48 @@ class TrackedState(State):
             copy_rows(counts, self.device.counts[group], start, stop)
             self._count_bytes(4 * (stop - start) * (self._widths[group] + 1))
 
-    def _send_journal(self, n: int) -> None:
+    def _send_journal(self, limits: list[int]) -> None:
         journal = self._journal
         if self._is_in_order:
             offsets, lengths = journal.offsets[: journal.size], journal.lengths[: journal.size]
         else:
             offsets, lengths = journal.merge()
-        if self._last_marked >= n:
-            offsets, lengths = self._within(offsets, lengths, n)
-        if not offsets.size:
-            return
-        mirror = self.host.mirror
-        values = mirror[offsets if lengths.max() == 1 else ranges(offsets, lengths)]
-        writes = Writes(self.device.config.arena, offsets, lengths.astype(np.int32), values)
-        self.device.store.write(writes, stream=self.device.stream)
-        self._count_bytes(writes.num_bytes)
+        if self._last_marked >= min(limits):
+            offsets, lengths = self._within(offsets, lengths, np.array(limits))
+        for part in self._parts(offsets, lengths):
+            self._write(*part)
 
-    def _within(self, offsets: IntArray, lengths: IntArray, n: int) -> tuple[IntArray, IntArray]:
-        """Return the parts of disjoint ascending ranges that lie in rows and counts below n."""
+    def _within(self, offsets: IntArray, lengths: IntArray, limits: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the parts of disjoint ascending ranges that lie in rows and counts below each group's limit."""
         starts = np.concatenate((self._first_cells[:, 0], self._start_column[:, 0]))
-        stops = np.concatenate((self._first_cells[:, 0] + n, (self._start_column + n * self._width_column)[:, 0]))
+        stops = starts + np.concatenate((limits, limits * self._width_column[:, 0]))
         ends = offsets + lengths
         first, last = ends.searchsorted(starts, "right"), offsets.searchsorted(stops, "left")
         pieces = np.maximum(last - first, 0)
         source, part = ranges(first, pieces), np.repeat(np.arange(starts.size), pieces)
         lower = np.maximum(offsets[source], starts[part])
         return lower, np.minimum(ends[source], stops[part]) - lower
+
+    def _parts(self, offsets: IntArray, lengths: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
+        """Cut ranges into parts that a store stages without a wait (R9)."""
+        cost = lengths + RANGE_ENTRIES
+        most = self._most_staged // 2 - RANGE_ENTRIES  # of one piece: a part may go beyond it by another piece
+        if cost.sum() <= self._most_staged:
+            if offsets.size:
+                yield offsets, lengths
+            return
+        pieces = -(-lengths // most)
+        index = ranges(np.zeros_like(pieces), pieces)
+        starts = np.repeat(offsets, pieces) + index * most
+        sizes = np.minimum(np.repeat(offsets + lengths, pieces) - starts, most)
+        part = (np.cumsum(sizes + RANGE_ENTRIES) - 1) // most
+        bounds = [0, *(np.flatnonzero(part[1:] != part[:-1]) + 1), starts.size]
+        for first, last in pairwise(bounds):
+            yield starts[first:last], sizes[first:last]
+
+    def _write(self, offsets: IntArray, lengths: IntArray) -> None:
+        mirror = self.host.mirror
+        values = mirror[offsets if lengths.max() == 1 else ranges(offsets, lengths)]
+        writes = Writes(self.device.config.arena, offsets, lengths.astype(np.int32), values)
+        self.device.store.write(writes, stream=self.device.stream)
+        self._count_bytes(writes.num_bytes)
