@@ -12,7 +12,7 @@ PROTOCOL_VERSION: Final = 1
 """Version of the backend protocols in this package; a backend written for another one is refused."""
 
 CAPABILITIES: Final = {
-    "graph_capture": "gather, compute_slot_mappings and export can be captured in a CUDA graph and replayed (R21, R25).",
+    "graph_capture": "gather, compute_slot_mappings and export can be captured in CUDA graphs and replayed (R21).",
     "streams": "Work goes to a stream the caller names; the call returns before the device is done (R22).",
     "int32_slots": "Slot mappings can be int32 (R16).",
     "fused_step": "The block store has step(): commit, gather and slot mappings in one call.",
