@@ -203,7 +203,8 @@ class Worker:
             part("steps_before_wait", lambda: steps_before_wait(gpu, lane))
             part("allocations", lambda: self._allocations(gpu, lane))
             if self._is_peer:
-                part("gpu_us", lambda: gpu_step_time(gpu, lane, min(steps, GPU_STEPS), found["host_us"]))
+                queued = min(steps, getattr(lane, "queued_steps", GPU_STEPS))
+                part("gpu_us", lambda: gpu_step_time(gpu, lane, queued, found["host_us"]))
         lane.close()
         if not self._is_peer:
             part("host_no_wait_us", lambda: self._measure_unlimited(inputs, steps, found))

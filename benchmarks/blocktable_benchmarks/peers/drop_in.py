@@ -34,6 +34,13 @@ class DropInLane(VllmV1Lane):
         return home, drop_in(PROFILE, self.mode, self.backend).MultiGroupBlockTable
 
     @property
+    def queued_steps(self) -> int:
+        """Steps that surely queue up behind a busy device without a wait."""
+        from blocktable.engines.vllm.memory import COMMITS_IN_FLIGHT  # imports torch
+
+        return COMMITS_IN_FLIGHT - 2
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes of all commits so far."""
         return int(self.table.__blocktable__.num_bytes_sent)
