@@ -186,6 +186,23 @@ def test_no_commit_is_larger_than_what_is_staged_without_a_wait(monkeypatch: pyt
     assert max(sizes) <= 40
 
 
+def test_what_is_never_committed_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blocktable.engines.vllm.tracking.MAX_MARKS", 50)
+    table = make()
+    state = table.__blocktable__
+    size = state._journal.offsets.size
+    for turn in range(400):
+        table.add_row(([turn + 1] * 3, [turn + 2]), turn % ROWS)
+        assert table[0].block_table.np[turn % ROWS, 2] == turn + 1
+        assert table[1].num_blocks_per_row[turn % ROWS] == 2
+        table.append_row(([7], [8]), (turn + 1) % ROWS)
+    assert len(state._marks) <= 50
+    assert len(state._shown) <= 66
+    assert state._journal.offsets.size <= 2 * size
+    table.commit_block_table(ROWS)
+    assert agree(table, ROWS)
+
+
 def test_a_row_once_outside_the_batch_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make()
     for row in range(4):

@@ -29,6 +29,8 @@ from blocktable.protocols import IntArray, Writes, ranges
 from blocktable.rows import Journal
 from blocktable.staging import steady_entries
 
+MAX_MARKS, MAX_SHOWN = 1 << 15, 64
+
 RANGE_ENTRIES = 4
 """int32 entries that a range takes beside its values where a commit is staged, and a little more."""
 
@@ -287,6 +289,8 @@ class TrackedState(State):
 
     def _mark_count(self, group: int, row: int) -> None:
         self._marks.append((group * self._num_rows + row, 1))
+        if len(self._marks) > MAX_MARKS:  # a caller that never commits must not fill the memory
+            self._take_marks()
         self._rooms[row] = 0
         if row > self._last_marked:
             self._last_marked = row
@@ -299,6 +303,8 @@ class TrackedState(State):
         self._is_shown = True
         self._rooms = [0] * self._num_rows
         self._highest[group] = self._widths[group]
+        if len(self._shown) > MAX_SHOWN:
+            self._is_held()  # forgets those that are gone
         view = self.host.tables[group].numpy()  # a new one, which lives as long as anything that is made of it
         self._shown.append(weakref.ref(view))
         if name == "np":
@@ -312,6 +318,8 @@ class TrackedState(State):
         if self._counts_before is None:
             self._counts_before = self.host.counts.copy()
             self._rooms = [0] * self._num_rows
+        if len(self._shown) > MAX_SHOWN:
+            self._is_held()
         whole = self.host.memory.numpy()  # what every view of the counts refers to
         self._shown.append(weakref.ref(whole))
         return whole[group * self._num_rows : (group + 1) * self._num_rows]
@@ -380,10 +388,7 @@ class TrackedState(State):
         limits = [n] * self._num_groups  # rows of each group whose changes the journal sends
         if min(self._trusted) < n:
             limits = self._send_new_rows(n)
-        if self._marks:
-            marks = np.array(self._marks)
-            self._journal.mark(marks[:, 0], marks[:, 1])
-            self._is_in_order = False
+        self._take_marks()
         if self._journal.size:
             self._send_journal(limits)
         self._forget_changes()
@@ -401,6 +406,14 @@ class TrackedState(State):
         self._send_whole(group, 0, stop)
         # What the journal says of rows below is sent once more by the next commit of all groups.
         self._trusted[group] = 0 if self._is_shown else stop
+
+    def _take_marks(self) -> None:
+        """Put what single operations have marked into the journal."""
+        if self._marks:
+            marks = np.array(self._marks)
+            self._journal.mark(marks[:, 0], marks[:, 1])
+            self._marks.clear()
+            self._is_in_order = False
 
     def _trust(self, n: int) -> None:
         """Track again where nobody holds the rows any more."""
