@@ -203,6 +203,34 @@ def test_what_is_never_committed_fills_no_memory(monkeypatch: pytest.MonkeyPatch
     assert agree(table, ROWS)
 
 
+@pytest.mark.parametrize("path", ["numpy", "auto"])
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_a_commit_that_raises_leaves_its_changes_pending(
+    monkeypatch: pytest.MonkeyPatch, path: str, is_queued: bool
+) -> None:
+    monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
+    table = make()
+    for row in range(4):
+        table.add_row(([10 + row], [20 + row]), row)
+    table.commit_block_table(4)
+    for row in (2, 0):
+        table.append_row(([7, 8], [8, 9]), row)
+    if not is_queued:
+        table.clear_row(1)
+
+    def failing_write(writes: Any, *, stream: Any) -> None:
+        raise bt.BlockTableError("the stream is capturing.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table.__blocktable__.device.store, "write", failing_write)
+        with pytest.raises(bt.BlockTableError):
+            table.commit_block_table(4)
+    assert not agree(table, 4)
+    table.commit_block_table(4)
+    assert agree(table, 4)
+    assert table[0].block_table.gpu[2, :4].tolist() == [12, 7, 8, 0]
+
+
 def test_a_row_once_outside_the_batch_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make()
     for row in range(4):

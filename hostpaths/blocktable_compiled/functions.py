@@ -346,8 +346,9 @@ def append_equally(
     tables,  # [num_groups, 3] int64: table_start, width, blocks_per_kv_block
     num_rows,
     mirror,  # [mirror_size] int32, written; its entries may be any int32
-    offsets,  # [journal_size] int64, the journal, written
-    lengths,  # [journal_size] int64
+    offsets,  # [journal_size] int64, a journal, written
+    lengths,  # [journal_size] int64 or int32
+    values,  # [n * num_groups + columns appended] int32, written: what the new ranges hold; or [0]
     size,  # ranges in the journal
 ):
     """Add blocks to rows of all groups, for the tables of a drop-in, which has checked that there is room.
@@ -357,9 +358,10 @@ def append_equally(
     Returns:
         The journal's size; REFUSED with nothing changed where it has no room.
     """
-    n, num_groups = rows.size, tables.shape[0]
+    n, num_groups, has_values = rows.size, tables.shape[0], values.size > 0
     if size + 2 * n * num_groups > offsets.size:
         return REFUSED
+    next_value, next_count = n * num_groups, 0
     order, first_ids = np.argsort(rows), np.cumsum(counts) - counts
     next_range = size + n * num_groups
     for g in range(num_groups):
@@ -376,6 +378,12 @@ def append_equally(
             for block_id in ids[first_id : first_id + count]:
                 for part in range(k):
                     mirror[entry] = np.int32(np.int64(block_id) * k + part)
+                    if has_values:
+                        values[next_value] = mirror[entry]
+                        next_value += 1
                     entry += 1
             mirror[cell] += count * k
+            if has_values:
+                values[next_count] = mirror[cell]
+                next_count += 1
     return next_range

@@ -27,9 +27,11 @@ from blocktable.errors import RowCapacityError
 from blocktable.host_path import compiled_host_path
 from blocktable.protocols import IntArray, Writes, ranges
 from blocktable.rows import Journal
-from blocktable.staging import steady_entries
+from blocktable.staging import staged_entries, steady_entries
 
 MAX_MARKS, MAX_SHOWN = 1 << 15, 64
+
+NO_VALUES: IntArray = np.zeros(0, np.int32)
 
 RANGE_ENTRIES = 4
 """int32 entries that a range takes beside its values where a commit is staged, and a little more."""
@@ -62,11 +64,19 @@ class TrackedState(State):
         self._tables = np.hstack(columns)
         self._compiled: Any = compiled_host_path()
         if self._compiled is not None:  # now, and not in the first step that appends
-            longs, ints = np.zeros(0, np.int64), np.zeros(0, np.int32)
-            self._compiled.append_equally(longs, longs, ints, self._tables, 1, ints, longs, longs, 0)
+            longs = np.zeros(0, np.int64)
+            for lengths in (longs, NO_VALUES):
+                self._compiled.append_equally(
+                    *(longs, longs, NO_VALUES, self._tables, 1, NO_VALUES, longs, lengths, NO_VALUES, 0)
+                )
         self._is_in_order = False  # whether the journal is disjoint and ascending as it is
         self._new_row_budget = sum(self._widths)
         self._most_staged = steady_entries(self.device.config)
+        # What a commit of queued appends sends: a count and a range of columns for each row and group.
+        self._columns_per_block = sum(self._expansions)
+        self._offsets = np.empty(2 * self._num_counts, np.int64)
+        self._lengths = np.empty(2 * self._num_counts, np.int32)
+        self._values = np.empty(self._num_counts + 2 * self._num_rows * self._columns_per_block, np.int32)
 
         self._journal = Journal(4 * self._num_counts + 64)
         self._marks: list[tuple[int, int]] = []
@@ -104,15 +114,22 @@ class TrackedState(State):
             if room < 1 or row in self._queued or row < 0:
                 room = self._make_room(row)
                 before = len(queued)  # it may have flushed
-            if [*map(type, block_ids)] != self._lists:
-                return False
-            number = len(block_ids[0])
-            if number == 1:
-                queued.extend([block_id for (block_id,) in block_ids])
-            elif [*map(len, block_ids)].count(number) == self._num_groups:
-                queued.extend(chain.from_iterable(block_ids))
+            if self._num_groups == 1:
+                ids = block_ids[0]
+                if type(ids) is not list:
+                    return False
+                number = len(ids)
+                queued.extend(ids)
             else:
-                return False
+                if [*map(type, block_ids)] != self._lists:
+                    return False
+                number = len(block_ids[0])
+                if number == 1:
+                    queued.extend([block_id for (block_id,) in block_ids])
+                elif [*map(len, block_ids)].count(number) == self._num_groups:
+                    queued.extend(chain.from_iterable(block_ids))
+                else:
+                    return False
             if not 0 < number <= room:
                 del queued[before:]
                 return False
@@ -143,16 +160,24 @@ class TrackedState(State):
         """Put the queued appends into the rows."""
         if not self._queued_rows:
             return
-        rows, counts = np.array(self._queued_rows, np.int64), np.array(self._queued_counts, np.int64)
-        ids = np.array(self._queued_ids)
         self._is_in_order = self._journal.size == 0
-        if not self._append_compiled(rows, counts, ids):
-            self._append_by_numpy(rows, counts, ids)
-        self._last_marked = max(self._last_marked, int(rows.max()))
+        queued = self._take_queue()
+        if not self._append_compiled(*queued):
+            self._append_by_numpy(*queued)
+
+    def _take_queue(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Empty the queue and return it: rows [n] and counts [n] int64, ids int32, row after row, group after group."""
+        queued = (
+            np.array(self._queued_rows, np.int64),
+            np.array(self._queued_counts, np.int64),
+            np.array(self._queued_ids),
+        )
+        self._last_marked = max(self._last_marked, *self._queued_rows)
         self._queued_rows.clear()
         self._queued_counts.clear()
         self._queued.clear()
         del self._queued_ids[:]
+        return queued
 
     def _append_compiled(self, rows: IntArray, counts: IntArray, ids: IntArray) -> bool:
         """Append in one compiled call; False with nothing changed: there is none, or the journal is full."""
@@ -161,7 +186,7 @@ class TrackedState(State):
         journal, mirror = self._journal, self.host.mirror
         size: int = self._compiled.append_equally(
             *(rows, counts, ids, self._tables, self._num_rows, mirror),
-            *(journal.offsets, journal.lengths, journal.size),
+            *(journal.offsets, journal.lengths, NO_VALUES, journal.size),
         )
         if size >= 0:
             journal.size = size
@@ -375,8 +400,10 @@ class TrackedState(State):
 
     def commit(self, n: int) -> None:
         """Bring the first n rows of every group to the device: whole where they came back, else what changed."""
-        self.flush()
         n = self.num_rows(n)
+        if self._commit_queue(n):
+            return
+        self.flush()
         if self._counts_before is not None:
             self._settle_counts()
         if self._is_shown:
@@ -393,6 +420,39 @@ class TrackedState(State):
             self._send_journal(limits)
         self._forget_changes()
         self._trusted = [n] * self._num_groups
+
+    def _commit_queue(self, n: int) -> bool:
+        """Commit where queued appends are all that has changed, as in decode; False with nothing done: they are not."""
+        if (
+            self._compiled is None
+            or not self._queued_rows
+            or self._journal.size
+            or self._marks
+            or self._is_shown
+            or self._counts_before is not None
+            or min(self._trusted) < n
+            or max(self._queued_rows) >= n
+        ):
+            return False
+        num_ranges = 2 * len(self._queued_rows) * self._num_groups
+        num_values = num_ranges // 2 + sum(self._queued_counts) * self._columns_per_block
+        if num_values > self._values.size or staged_entries(num_ranges, num_values) > self._most_staged:
+            return False
+        rows, counts, ids = self._take_queue()
+        offsets, lengths = self._offsets[:num_ranges], self._lengths[:num_ranges]
+        values = self._values[:num_values]
+        self._compiled.append_equally(
+            *(rows, counts, ids, self._tables, self._num_rows, self.host.mirror, offsets, lengths, values, 0)
+        )
+        try:
+            self._write(Writes(self.device.config.arena, offsets, lengths, values))
+        except BaseException:  # what was not sent stays pending
+            self._journal.mark(offsets, lengths)
+            self._is_in_order = False
+            raise
+        self._last_marked = -1
+        self._trusted = [n] * self._num_groups
+        return True
 
     def commit_group(self, group: int, n: int | None) -> None:
         """Bring the first n rows of one group to the device, whole."""
@@ -464,8 +524,10 @@ class TrackedState(State):
             offsets, lengths = journal.merge()
         if self._last_marked >= min(limits):
             offsets, lengths = self._within(offsets, lengths, np.array(limits))
-        for part in self._parts(offsets, lengths):
-            self._write(*part)
+        mirror, arena = self.host.mirror, self.device.config.arena
+        for starts, sizes in self._parts(offsets, lengths):
+            values = mirror[starts if sizes.max() == 1 else ranges(starts, sizes)]
+            self._write(Writes(arena, starts, sizes.astype(np.int32), values))
 
     def _within(self, offsets: IntArray, lengths: IntArray, limits: IntArray) -> tuple[IntArray, IntArray]:
         """Return the parts of disjoint ascending ranges that lie in rows and counts below each group's limit."""
@@ -495,9 +557,6 @@ class TrackedState(State):
         for first, last in pairwise(bounds):
             yield starts[first:last], sizes[first:last]
 
-    def _write(self, offsets: IntArray, lengths: IntArray) -> None:
-        mirror = self.host.mirror
-        values = mirror[offsets if lengths.max() == 1 else ranges(offsets, lengths)]
-        writes = Writes(self.device.config.arena, offsets, lengths.astype(np.int32), values)
+    def _write(self, writes: Writes) -> None:
         self.device.store.write(writes, stream=self.device.stream)
         self._count_bytes(writes.num_bytes)
