@@ -144,10 +144,10 @@ class PlainTable:
         if not block_ids:
             return
         columns = self._expand(block_ids)
+        number = len(columns)
         start = self.num_blocks_per_row[row_idx]
-        stop = start + len(columns)
-        self.num_blocks_per_row[row_idx] += len(columns)
-        self.block_table.np[row_idx, start:stop] = columns
+        self.num_blocks_per_row[row_idx] += number
+        self.block_table.np[row_idx, start : start + number] = columns
 
     def add_row(self, block_ids: Any, row_idx: int) -> None:
         """Replace what a row holds; what it held behind the new blocks stays."""
