@@ -6,6 +6,7 @@ are `[num_groups, n]` for the n rows of a call.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -116,12 +117,11 @@ class _CompiledWrites(Writes):
 
     def __init__(self, rows: HostRows) -> None:
         self.arena = rows.arena
-        self._rows = rows
+        self._rows = weakref.ref(rows)  # they hold this: no cycle may keep a mirror of gigabytes until it is collected
         self._arrays: Writes | None = None
 
-    def renew(self) -> None:
-        """Be the changes as the journal, merged, says now."""
-        journal = self._rows.journal
+    def renew(self, journal: Journal) -> None:
+        """Be the changes as the journal of the rows, merged, says now."""
         self._arrays = None
         self.num_ranges = journal.size
         self.num_bytes = 12 * journal.size + 4 * journal.num_values
@@ -129,8 +129,13 @@ class _CompiledWrites(Writes):
     @property
     def _plain(self) -> Writes:
         if self._arrays is None:
-            self._arrays = self._rows.plain_writes()
+            self._arrays = self._owner().plain_writes()
         return self._arrays
+
+    def _owner(self) -> HostRows:
+        rows = self._rows()
+        assert rows is not None, "a commit's changes are used after their table is gone"
+        return rows
 
     @property
     def offsets(self) -> IntArray:  # type: ignore[override]
@@ -157,7 +162,7 @@ class _CompiledWrites(Writes):
         return self._plain.columns
 
     def pack_changes(self, block: IntArray) -> int:
-        return self._rows.pack_changes(block)
+        return self._owner().pack_changes(block)
 
 
 class HostRows:
@@ -539,7 +544,7 @@ class HostRows:
             journal.is_merged = True
         if journal.num_values > self._most_scattered and journal.size > 1:
             return self.plain_writes()
-        self._writes.renew()
+        self._writes.renew(journal)
         return self._writes
 
     def pack_changes(self, block: IntArray) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -225,3 +227,33 @@ def test_a_view_of_the_host_table_follows_every_change() -> None:
         table.append_rows(np.arange(4), np.arange(1, 5, dtype=np.int32) + 4 * step, np.ones(4, np.int64))
         assert view[:4, step].tolist() == list(range(4 * step + 1, 4 * step + 5))
     table.verify()
+
+
+def test_more_columns_than_a_result_can_count_are_left_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2**29 columns in one append: nothing may be changed by the time it is refused. Rules: R6."""
+    config = BlockTableConfig(
+        groups=[KVCacheGroup(block_size=2**28, kernel_block_size=1)],
+        max_num_reqs=1,
+        max_num_batched_tokens=1,
+        max_model_len=2**29,
+    )
+    host = both(config, monkeypatch)[0]  # its 2 GiB are never touched
+    assert not host._append_compiled(np.array([0]), np.array([1, 2], np.int32), np.array([2]))
+    assert host.filled.tolist() == [[0]]
+    assert host.journal.size == 0
+
+
+@pytest.mark.parametrize("path", ["compiled", "numpy"])
+def test_the_rows_of_a_dropped_table_are_freed_at_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the collector, which counts objects and not the gigabytes of a mirror."""
+    monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
+    table = BlockTable(ONE_GROUP, "numpy")
+    table.append_rows(np.arange(4), np.arange(1, 5, dtype=np.int32), np.ones(4, np.int64))
+    table.commit()
+    rows = weakref.ref(table._rows)
+    gc.disable()
+    try:
+        del table
+        assert rows() is None
+    finally:
+        gc.enable()

@@ -35,6 +35,7 @@ CHANGES_HEADER = 5
 AHEAD = 16
 SIZE_SHIFT, SIZE_MASK, VALUES_SHIFT = 2, 2**32 - 1, 34
 """Where a result holds the journal's size and the number of values; below lie IS_LATE and IS_MERGED."""
+MAX_VALUES = 2 ** (63 - VALUES_SHIFT) - 1
 IS_LATE, IS_MERGED = 1, 2
 
 
@@ -108,7 +109,7 @@ def append(
         return REFUSED
     if not _are_distinct_rows(rows, num_rows, _int64s(state, STAMPS, num_rows), stamp):
         return REFUSED
-    first_id = 0
+    first_id, most_values = 0, n * num_groups
     for g in range(num_groups):
         k, max_columns, lowest, limit = geometry[g, 2], geometry[g, 3], geometry[g, 4], geometry[g, 5]
         total = 0
@@ -117,7 +118,8 @@ def append(
             if count < 0 or count > max_columns or mirror[g * num_rows + rows[i]] + count * k > max_columns:
                 return REFUSED
             total += count
-        if total != ids_per_group:
+        most_values += total * k
+        if total != ids_per_group or most_values > MAX_VALUES:
             return REFUSED
         for j in range(first_id, first_id + total):
             if ids[j] < lowest or ids[j] >= limit:
