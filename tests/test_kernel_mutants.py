@@ -207,7 +207,7 @@ FAULTS = {
                 # The deeper one, of step_batch.
                 " " * 12 + "num_rows = tl.maximum(held_rows, num_reqs_padded)": " " * 12 + "num_rows = num_reqs_padded"
             },
-            "cupy": {"pairs = held_rows > num_reqs_padded ?": "pairs = false ?"},
+            "cupy": {"end = held_rows > num_reqs_padded ?": "end = false ?"},
             "numba": {"max(held_rows, num_reqs_padded)": "num_reqs_padded"},
         },
     ),

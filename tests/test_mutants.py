@@ -61,7 +61,8 @@ def test_a_wrong_backend_is_caught(kernel_verdicts: dict[str, dict[str, Any]], n
 def export_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("exports") / "verdict.json"
     names = [f"wrong_exports:{name}" for name in wrong_exports.CAUGHT_BY]
-    selection = "test_exports.py and not equal and not any_history and not long_rows"
+    # Without the cases of large tables: a failure holds on to its own, and all wrong exports run in one process.
+    selection = "test_exports.py and not equal and not any_history and not long_rows and not bits"
     subprocess.run(
         [*SUITE, "plain_exports:PlainExportBackend", *names, f"--verdict={path}", "-q", "--tb=no", "-k", selection],
         cwd=MUTANTS,
