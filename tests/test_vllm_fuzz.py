@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from blocktable.engines.vllm.tables import PlainTable  # noqa: E402
 from blocktable.engines.vllm.tracking import TrackedState  # noqa: E402
 from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES  # noqa: E402
-from blocktable_conformance.vllm_fuzz.histories import MANY, draw_call, draw_geometry  # noqa: E402
+from blocktable_conformance.vllm_fuzz.histories import MANY, MULTI, Geometry, draw_call, draw_geometry  # noqa: E402
+from blocktable_conformance.vllm_fuzz.pair import Pair  # noqa: E402
 from blocktable_conformance.vllm_fuzz.run import Outcome, Plan, is_expected, run, shrink  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -107,6 +109,76 @@ def test_it_finds_a_broken_drop_in(monkeypatch: pytest.MonkeyPatch, name: str) -
 @pytest.mark.parametrize("mode", ["fast", "strict"])
 def test_the_right_one_passes(mode: str) -> None:
     assert fuzz(mode, 600).failure is None
+
+
+class Runner:
+    """Calls a pair of tables as vLLM's runner does: rows in batch order, gaps filled by the last rows, padded rows."""
+
+    def __init__(self, mode: str, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.met: Counter[str] = Counter()
+        geometry = Geometry(True, (16, 32), (16, 16), (12, 6), (True, True), 12, 48, None, None, 1, False)
+        self.rows, self.pair = geometry.max_num_reqs, Pair(geometry, PROFILE, mode, "numpy", CPU, self.met)
+        self.lengths: list[int] = []  # tokens of the request in each row
+        self.free = iter(range(1, 1 << 30))
+
+    def do(self, name: str, *arguments: Any) -> None:
+        self.pair.do((name, MULTI, *arguments))
+
+    def new_blocks(self, before: int, after: int) -> list[list[int]]:
+        return [[next(self.free) for _ in range(-(-after // size) + before // -size)] for size in (16, 32)]
+
+    def finish_and_begin(self) -> None:
+        gaps = [row for row, length in enumerate(self.lengths) if length > 150 or self.chance.random() < 0.1]
+        for row in gaps:
+            self.do("clear_row", row)
+        while self.chance.random() < 0.6 and (gaps or len(self.lengths) < self.rows):
+            row = gaps.pop(0) if gaps else len(self.lengths)
+            self.lengths[row : row + 1] = [self.chance.randint(1, 60)]
+            self.do("add_row", self.new_blocks(0, self.lengths[row]), row)
+        while gaps:
+            last = len(self.lengths) - 1
+            if last not in gaps:
+                self.do("move_row", last, gaps[0])
+                self.lengths[gaps[0]] = self.lengths[last]
+                gaps.pop(0)
+            else:
+                gaps.remove(last)
+            self.lengths.pop()
+
+    def step(self) -> None:
+        self.finish_and_begin()
+        number = len(self.lengths)
+        if number > 2 and self.chance.random() < 0.2:
+            a, b = self.chance.sample(range(number), 2)
+            self.do("swap_row", a, b)
+            self.lengths[a], self.lengths[b] = self.lengths[b], self.lengths[a]
+        starts: list[int] = [0]
+        positions: list[int] = []
+        for row, before in enumerate(self.lengths):
+            after = before + self.chance.choice((1, 1, 1, 3))
+            if any(blocks := self.new_blocks(before, after)):
+                self.do("append_row", blocks, row)
+            positions += range(before, after)
+            starts.append(len(positions))
+            self.lengths[row] = after
+        self.do("commit_block_table", number)
+        self.do("compute_slot_mapping", number, starts, positions, False)
+        self.do("fill_device", min(self.rows, number + self.chance.randint(0, 3)), 0)
+        if self.chance.random() < 0.1:  # a dummy run
+            self.do("save")
+            self.do("commit_block_table", self.rows)
+            self.do("restore")
+
+
+@pytest.mark.parametrize("mode", ["fast", "strict"])
+def test_vllms_runner_meets_no_difference_at_all(mode: str) -> None:
+    """Not even a named one: they are met by calls that are faults already."""
+    runner = Runner(mode, 3)
+    for _ in range(80):
+        runner.step()
+    assert max(runner.lengths, default=0) > 0
+    assert not runner.met
 
 
 def test_a_seed_gives_the_same_histories() -> None:
