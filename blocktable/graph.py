@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+FIRST_DRIVER_WITH_OVERLAPS = 12030
+"""CUDA 12.3, as the driver says it."""
+
 
 class KernelArguments:
     """A kernel's arguments in one block of memory.
@@ -97,20 +100,21 @@ class StepGraph:
 
         self._driver = driver
         self._graph = _checked(driver.cuGraphCreate(0))
-        self._handles: list[Any] = [
-            _checked(driver.cuGraphAddKernelNode(self._graph, [], 0, node.params)) for node in nodes
-        ]
         self.overlaps: bool = overlaps and _can_overlap(driver)
-        for before, after in pairwise(self._handles):
-            self._order(before, after)
+        self._handles: list[Any] = []
+        for node in nodes:
+            before = [] if self.overlaps else self._handles[-1:]
+            self._handles.append(_checked(driver.cuGraphAddKernelNode(self._graph, before, len(before), node.params)))
+        if self.overlaps:
+            for pair in pairwise(self._handles):
+                self._overlap(*pair)
         self._exec = _checked(driver.cuGraphInstantiate(self._graph, 0))
         self._nodes = nodes
 
-    def _order(self, before: Any, after: Any) -> None:
+    def _overlap(self, before: Any, after: Any) -> None:
         edge = self._driver.CUgraphEdgeData()
-        if self.overlaps:
-            edge.from_port = self._driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
-            edge.type = self._driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+        edge.from_port = self._driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+        edge.type = self._driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
         # CUDA 13 gave the name without a number to what was called _v2 in CUDA 12.
         add = getattr(self._driver, "cuGraphAddDependencies_v2", self._driver.cuGraphAddDependencies)
         _checked(add(self._graph, [before], [after], [edge], 1))
@@ -132,7 +136,12 @@ class StepGraph:
 
 
 def _can_overlap(driver: Any) -> bool:
-    """Whether the current GPU starts a kernel while the one before it runs: compute capability 9 and newer."""
+    """Whether a kernel may start while the one before it runs.
+
+    The current GPU must be of compute capability 9 or newer. Drivers before CUDA 12.3 know no such edges.
+    """
+    if _checked(driver.cuDriverGetVersion()) < FIRST_DRIVER_WITH_OVERLAPS:
+        return False
     kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
     return bool(_checked(driver.cuDeviceGetAttribute(kind, _checked(driver.cuCtxGetDevice()))) >= 9)
 

@@ -542,7 +542,7 @@ class HostRows:
             journal.size, journal.num_values, is_in_place = self._compiled.merge(self._compiled_state(), journal.size)
             journal.knows_values = journal.knows_values and is_in_place
             journal.is_merged = True
-        if journal.num_values > self._most_scattered and journal.size > 1:
+        if journal.num_values > (self._most_scattered if journal.size > 1 else MAX_RANGE):
             return self.plain_writes()
         self._writes.renew(journal)
         return self._writes

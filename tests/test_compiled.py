@@ -257,3 +257,16 @@ def test_the_rows_of_a_dropped_table_are_freed_at_once(path: str, monkeypatch: p
         assert rows() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("path", ["compiled", "numpy"])
+def test_ranges_are_cut_where_their_lengths_would_not_fit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R9."""
+    monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
+    monkeypatch.setattr("blocktable.rows.MAX_RANGE", 100)
+    host = HostRows(ONE_GROUP)
+    host.invalidate()
+    writes = host.writes()
+    assert writes.num_ranges == writes.offsets.size == -(-ONE_GROUP.arena.size // 100)
+    assert writes.lengths.max() <= 100
+    assert writes.lengths.sum() == writes.values.size == ONE_GROUP.arena.size
