@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -270,3 +271,18 @@ def test_ranges_are_cut_where_their_lengths_would_not_fit(path: str, monkeypatch
     assert writes.num_ranges == writes.offsets.size == -(-ONE_GROUP.arena.size // 100)
     assert writes.lengths.max() <= 100
     assert writes.lengths.sum() == writes.values.size == ONE_GROUP.arena.size
+
+
+def test_a_recording_leaves_the_table_as_fast_as_it_was(tmp_path: Path) -> None:
+    """Appends may be late during it and after it, as before it."""
+    table = BlockTable(ONE_GROUP, "numpy")
+    late = []
+    for step in range(9):
+        if step == 3:
+            recorder = table.record(tmp_path / "table.btr")
+        if step == 6:
+            recorder.close()
+        table.append_rows(np.arange(4), np.arange(1, 5, dtype=np.int32) + 4 * step, np.ones(4, np.int64))
+        late.append(table._rows._num_late)
+        table._rows.journal.clear()
+    assert late == [0, 4, 8, 0, 4, 8, 12, 16, 20]

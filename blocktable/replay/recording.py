@@ -326,7 +326,9 @@ def _manager_blocks(
     """Return the manager ids of rows, one after the other, and (row, start, stop) of what is NULL in them."""
     geometry = table.config.groups[group]
     expansion = geometry.blocks_per_kv_block
-    mirror, ids, gaps = table.host_table(group), [], []
+    ids, gaps = [], []
+    # Not by host_table: the host's appends would write through for ever, for the sake of its view.
+    mirror = table.config.arena.view(table._rows.mirror, group)
     for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
         columns = mirror[row, : count * expansion].reshape(count, expansion)
         # A NULL block that was handed in stands as 0 .. expansion - 1; with one column the two are the same.
