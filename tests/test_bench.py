@@ -18,7 +18,7 @@ from blocktable_benchmarks.agreement import WrongResult, check_slots, check_step
 from blocktable_benchmarks.host_profile import profile_host
 from blocktable_benchmarks.peers import find_peers
 from blocktable_benchmarks.render import as_markdown, as_text, fill_page
-from blocktable_benchmarks.runner import Lane, Results, run_lane
+from blocktable_benchmarks.runner import Lane, Results, merge, run_lane
 from blocktable_benchmarks.table_lane import TableLane
 from blocktable_benchmarks.tables import Table, best_peer, make_tables
 from blocktable_benchmarks.timing import Pace, gpu_step_time, host_time, steps_before_wait
@@ -382,6 +382,21 @@ def test_a_backend_that_is_asked_for_and_absent_is_a_failure(tmp_path: Path) -> 
 def test_a_wrong_call_is_refused_in_a_sentence(words: list[str]) -> None:
     with pytest.raises(bt.BlockTableError):
         main(words)
+
+
+def test_a_later_run_adds_what_the_first_one_lacks() -> None:
+    def record(section: str, key: str, value: float) -> dict[str, Any]:
+        return {"section": section, "key": key, "value": {"host_us": value}}
+
+    late = {"section": "sweep", "key": "width 8", "not_run": "the lane's time was over"}
+    first = results_of([record("steps", "a step", 1.0), late]).data
+    second = results_of([record("steps", "a step", 2.0), record("sweep", "width 8", 3.0)]).data
+    merged = merge([first, second])
+    (lane,) = merged["lanes"].values()
+    assert lane["steps"]["a step"] == {"host_us": 1.0}
+    assert lane["sweep"]["width 8"] == {"host_us": 3.0}
+    assert not merged["not_run"]
+    assert len(merged["further_commands"]) == 1
 
 
 def test_ratios_are_those_to_the_best_peer() -> None:

@@ -19,7 +19,7 @@ from blocktable_benchmarks.page import require_matplotlib, write_report
 from blocktable_benchmarks.peers import find_peers
 from blocktable_benchmarks.peers.drop_in import MODES
 from blocktable_benchmarks.render import as_text, fill_page
-from blocktable_benchmarks.runner import Lane, Results, run_lane
+from blocktable_benchmarks.runner import Lane, Results, merge, run_lane
 from blocktable_benchmarks.tables import make_tables
 from blocktable_benchmarks.workloads import shrink, step_workloads
 
@@ -76,7 +76,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--budget", type=float, default=3600, help="seconds for everything (%(default)g), shared out in order")
     add("--json", type=Path, metavar="FILE", help="write results there, after every single one")
     add("--report", type=Path, metavar="FILE", help="write an HTML report with plots there")
-    add("--from", type=Path, metavar="FILE", dest="source", help="measure nothing: show the results of that JSON file")
+    add(
+        *("--from",),
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        dest="sources",
+        help="measure nothing: show the results of that JSON file; what it lacks, of the next ones",
+    )
     add("--fill", type=Path, metavar="PAGE", help="put the tables between the markers of that Markdown page")
     add(
         "--profile-host",
@@ -95,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.profile_host:
         return _profile(options)
     results = (
-        _load(options.source) if options.source else _measure(options, shlex.join(["blocktable", "bench", *words]))
+        merge([_load(path) for path in options.sources])
+        if options.sources
+        else _measure(options, shlex.join(["blocktable", "bench", *words]))
     )
     tables = make_tables(results)
     for table in tables:

@@ -100,6 +100,32 @@ class Results:
         unfinished.replace(self.path)
 
 
+def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first run's results, and what they lack of the later ones'; no figure of the first is replaced."""
+    merged, *others = runs
+    for other in others:
+        merged.setdefault("further_commands", []).append(f"{other['command']} ({other['date']})")
+        for name, lane in other["lanes"].items():
+            mine = merged["lanes"].setdefault(name, {})
+            for section, found in lane.items():
+                if isinstance(found, dict):
+                    mine[section] = {**found, **mine.get(section, {})}
+                else:
+                    mine.setdefault(section, found)
+        filled = {
+            (name, f"{section}: {key}")
+            for name, lane in merged["lanes"].items()
+            for section, found in lane.items()
+            if isinstance(found, dict)
+            for key in found
+        }
+        merged["errors"] += other["errors"]
+        merged["not_run"] = [
+            entry for entry in [*merged["not_run"], *other["not_run"]] if (entry["lane"], entry["where"]) not in filled
+        ]
+    return merged
+
+
 def run_lane(lane: Lane, results: Results, say: Callable[[str], None]) -> None:
     """Run one lane to its end, or to the end of its time."""
     results.begin(lane)

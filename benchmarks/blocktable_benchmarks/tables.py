@@ -97,6 +97,7 @@ def best_peer(results: Results, section: str, workload: str, key: str) -> float 
 def _machine(results: Results) -> list[Table]:
     machine = results["machine"]
     rows = [["command", results["command"]], ["date", results["date"]]]
+    rows += [["what that run had no time for", command] for command in results.get("further_commands", ())]
     if results.get("is_quick"):
         rows.append(["--quick", "a smoke test over tiny sizes under the names of the large ones: nothing was timed"])
     rows += [

@@ -24,8 +24,9 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 ALL_DTYPES = ("float16", "bfloat16", "float32")
 SHORT_DTYPES = ("float16", "bfloat16")
 TILE = 128  # of FlexAttention's block masks
-# The kernel for short queries takes the query heads of a KV head at once, and finds no tile for 96 tokens of two.
-KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+# The kernel for short queries takes the query heads of a KV head at once, and finds no tile for 96 tokens of two. The
+# other one's usual tiles leave no room in an H200's shared memory for a mask that reads arrays.
+KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2}
 
 Write = Callable[..., None]
 """Writes a step's keys and values through slots, with the arguments of vLLM's reshape_and_cache_flash."""
