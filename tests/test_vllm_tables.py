@@ -231,6 +231,25 @@ def test_a_commit_that_raises_leaves_its_changes_pending(
     assert table[0].block_table.gpu[2, :4].tolist() == [12, 7, 8, 0]
 
 
+def test_every_range_that_is_sent_holds_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts of two groups that lie side by side, where one of the groups has been sent whole."""
+    table = make(max_num_reqs=4, block_sizes=[16] * 3, kernel_block_sizes=[16] * 3, max_num_blocks=[WIDTH] * 3)
+    table.append_row(([1, 2, 3, 4],) * 3, 3)
+    table.append_row(([5, 6, 7], [5, 6, 7], [5, 6]), 0)
+    table[2].commit_block_table(1)
+    write, sizes = table.__blocktable__.device.store.write, []
+
+    def noting_write(writes: Any, *, stream: Any) -> None:
+        sizes.extend(writes.lengths.tolist())
+        write(writes, stream=stream)
+
+    monkeypatch.setattr(table.__blocktable__.device.store, "write", noting_write)
+    table.commit_block_table(4)
+    assert agree(table, 4)
+    assert sizes
+    assert min(sizes) > 0
+
+
 def test_a_row_once_outside_the_batch_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make()
     for row in range(4):

@@ -538,7 +538,9 @@ class TrackedState(State):
         pieces = np.maximum(last - first, 0)
         source, part = ranges(first, pieces), np.repeat(np.arange(starts.size), pieces)
         lower = np.maximum(offsets[source], starts[part])
-        return lower, np.minimum(ends[source], stops[part]) - lower
+        sizes = np.minimum(ends[source], stops[part]) - lower
+        is_some = sizes > 0  # a range over the counts of two groups also meets an empty part of one of them
+        return lower[is_some], sizes[is_some]
 
     def _parts(self, offsets: IntArray, lengths: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
         """Cut ranges into parts that a store stages without a wait (R9)."""
