@@ -421,6 +421,11 @@ def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest
 
     edges: list[tuple[int, int, int]] = []
 
+    def add_node(graph: int, before: list[int], count: int, params: Any) -> tuple[int, int]:
+        assert count == len(before)
+        edges.extend((one, int(params.func), 0) for one in before)
+        return 0, int(params.func)
+
     def add_edge(graph: int, before: list[int], after: list[int], data: list[Any], count: int) -> tuple[int]:
         assert data[0].from_port == int(data[0].type)
         edges.append((before[0], after[0], int(data[0].type)))
@@ -428,11 +433,12 @@ def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest
 
     answers: dict[str, Any] = {
         "cuGraphAddDependencies": add_edge,
+        "cuDriverGetVersion": lambda: (0, 13000),
         "cuCtxGetDevice": lambda: (0, 0),
         "cuDeviceGetAttribute": lambda kind, device: (0, 9),
         "cuGraphCreate": lambda flags: (0, 1),
         "cuGraphInstantiate": lambda graph, flags: (0, 2),
-        "cuGraphAddKernelNode": lambda graph, before, count, params: (0, int(params.func)),
+        "cuGraphAddKernelNode": add_node,
         "cuGraphExecKernelNodeSetParams": set_params,
         "cuGraphLaunch": launch,
         "cuGraphExecDestroy": lambda graph: (0,),
