@@ -19,12 +19,8 @@ def _attend_to_tile(query, keys, values, is_seen, best, total, mean):
     return new_best, total * shrink + tl.sum(weights, 0), mean * shrink + tl.sum(weights[:, None] * values, 0)
 
 
-VARYING = ("values_start", "table_stride", "window", "world_size", "rank", "interleave_size")
-"""Sizes whose values must not ask for another compilation."""
-
-
 # fmt: off
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit
 def _paged_attention(
     out, log_sums,  # [num_tokens, num_heads, head_size], [num_tokens, num_heads]
     query, key, value,  # [num_tokens, num_heads, head_size]

@@ -198,7 +198,7 @@ class ModelRunner:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend through the tables of all ranks."""
         kind, config = self.model.config.layers[layer], self.model.config
-        window, query = config.window if kind == WINDOW else 2**31 - 1, query / config.head_size**0.5
+        window, query = config.window if kind == WINDOW else 2**31, query / config.head_size**0.5
         parts = [
             self.attention(query, key, value, rank.caches[layer], rank.views[kind], self.batch, window)
             for rank in self.ranks
