@@ -516,6 +516,26 @@ def test_the_drop_in_stands_beside_the_table_whose_calls_it_takes() -> None:
     assert table.rows[-1] == ["drop-in, fast", "8.0", "5.0x", "16.0", "5.0x"]
 
 
+def test_ratios_of_the_drop_in_are_of_its_own_run() -> None:
+    """Beside it stands what the engine's table took then, though the first run keeps its own figure everywhere else."""
+    workload = step_workloads()[0].name
+
+    def run(**times: float) -> dict[str, Any]:
+        lanes = {
+            name: {
+                "kind": "drop-in" if name == "drop_in" else "peer",
+                "steps": {workload: {"host_us": time, "waited_us": time}},
+            }
+            for name, time in times.items()
+        }
+        return {"lanes": lanes, "command": "", "date": "", "errors": [], "not_run": [], "machine": {}, "versions": {}}
+
+    merged = merge([run(V1=100.0), run(V1=40.0, drop_in=8.0)])
+    assert merged["lanes"]["V1"]["steps"][workload]["host_us"] == 100.0
+    (table,) = [table for table in make_tables(merged) if table.name == "drop_ins"]
+    assert table.rows[1:] == [["V1", "40.0", "1.0x", "40.0", "1.0x"], ["drop_in", "8.0", "5.0x", "8.0", "5.0x"]]
+
+
 def test_every_table_has_a_name_that_a_page_can_be_filled_by(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- bench: drop_ins -->\n<!-- bench end -->\n")

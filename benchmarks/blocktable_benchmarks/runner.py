@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -101,8 +102,14 @@ class Results:
 
 
 def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first run's results, and what they lack of the later ones'; no figure of the first is replaced."""
+    """Return the first run's results, and what they lack of the later ones'; no figure of the first is replaced.
+
+    The lanes of the first run that has a drop-in also stay as they were, as `drop_in_lanes`: its ratios are of one run.
+    """
     merged, *others = runs
+    drop_in_run = next((run for run in runs if any(lane["kind"] == "drop-in" for lane in run["lanes"].values())), None)
+    if drop_in_run is not None:
+        merged["drop_in_lanes"] = copy.deepcopy(drop_in_run["lanes"])
     for other in others:
         merged.setdefault("further_commands", []).append(f"{other['command']} ({other['date']})")
         for name, lane in other["lanes"].items():

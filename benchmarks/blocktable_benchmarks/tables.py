@@ -183,12 +183,11 @@ def _ratio(peer: float | None, ours: float | None) -> str:
 
 
 def _drop_ins(results: Results) -> list[Table]:
-    """The drop-in beside the engine's own table whose calls it takes."""
-    lanes = {name: lane for name, lane in results["lanes"].items() if lane["kind"] == "drop-in" and is_timed(lane)}
+    """The drop-in beside the engine's own table whose calls it takes, both in one run."""
+    run: dict[str, Any] = results.get("drop_in_lanes") or results["lanes"]
+    lanes = {name: lane for name, lane in run.items() if lane["kind"] == "drop-in" and is_timed(lane)}
     own = {
-        name: lane
-        for name, lane in results["lanes"].items()
-        if lane["kind"] == "peer" and name.endswith("V1") and is_timed(lane)
+        name: lane for name, lane in run.items() if lane["kind"] == "peer" and name.endswith("V1") and is_timed(lane)
     }
     if not lanes or not own:
         return []
