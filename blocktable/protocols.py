@@ -43,9 +43,9 @@ def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
 class Batch:
     """The inputs of one step.
 
-    Arrays are on the device, or numpy arrays, which a device backend stages: the caller may reuse them at once. One object
-    stands for the same arrays at the same addresses whenever it is given again, so that a backend may keep what it made of
-    it; contents change.
+    Arrays are on the device, or numpy arrays, which a device backend stages: the caller may reuse them at once. One
+    object stands for the same arrays at the same addresses whenever it is given again, so that a backend may keep what
+    it made of it; contents change.
 
     Attributes:
         idx_mapping: [num_reqs] int32. Batch index -> row; an entry outside the table is a dummy. None: identity.
