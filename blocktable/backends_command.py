@@ -1,4 +1,4 @@
-"""`blocktable backends`: every installed backend, and what it can do on this machine."""
+"""`blocktable backends`: every installed backend, what it can do on this machine, and which host path runs."""
 
 from __future__ import annotations
 
@@ -7,23 +7,32 @@ from collections.abc import Sequence
 from blocktable.cli import Parser, say
 from blocktable.constants import CAPABILITIES
 from blocktable.errors import BlockTableError
+from blocktable.host_path import host_path_description
 from blocktable.protocols import Backend
 from blocktable.registry import BackendInfo, get_backend, list_backends
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one paragraph for each backend."""
+    """Print one paragraph for each backend, and the host path, which all of them share."""
     Parser(
         prog="blocktable backends",
         description="List the installed backends: where each comes from, whether it can run here or why not, "
-        "its capabilities, and the fallbacks it takes inside itself.",
+        "its capabilities, and the fallbacks it takes inside itself; and which host path runs.",
     ).parse_args(argv)
     installed = list_backends()
     if not installed:
         say('No backend is installed; a plain `pip install blocktable` brings "numpy".')
     for info in installed:
         say("\n".join(_paragraph(info)))
+    say(_host_path())
     return 0
+
+
+def _host_path() -> str:
+    try:
+        return f"host path: {host_path_description()}"
+    except BlockTableError as error:
+        return f"host path: not available: {error}"
 
 
 def _paragraph(info: BackendInfo) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import blocktable as bt
-from blocktable import cli
+from blocktable import cli, host_path
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -154,6 +154,22 @@ def test_backends_says_why_one_cannot_run(
     said = capsys.readouterr().out
     assert "  not available: " in said
     assert str(error) in said
+
+
+def test_backends_names_the_host_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("blocktable.backends_command.list_backends", list)
+
+    def said(choice: str, module: object, reason: str | None) -> str:
+        monkeypatch.setenv(host_path.HOST_PATH_VARIABLE, choice)
+        monkeypatch.setattr(host_path, "_load", lambda: (module, reason))
+        assert cli.main(["backends"]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert said("auto", object(), None) == "host path: compiled (Numba)"
+    assert said("auto", None, "not installed") == "host path: numpy (not installed)"
+    assert said("numpy", object(), None) == "host path: numpy (BLOCKTABLE_HOST_PATH=numpy)"
+    assert said("compiled", None, "not installed").endswith("(not installed); install blocktable[compiled].")
+    assert said("quick", None, None).startswith("host path: not available: BLOCKTABLE_HOST_PATH must be one of ")
 
 
 def test_the_reader_of_our_output_may_leave() -> None:

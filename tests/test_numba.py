@@ -274,6 +274,20 @@ def test_mapped_memory_that_hides_later_writes_is_found_out(shown: tuple[int, ..
     assert device.mapped_memory_works(fake) is works
 
 
+def test_every_fallback_on_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SIMULATOR_VARIABLE, raising=False)
+    backend = NumbaBackend()
+    device = SimpleNamespace(is_mapped=True, staging="pinned memory and copies")
+    monkeypatch.setattr(backend, "_device", lambda _: device)
+    backend.capabilities = frozenset({"fused_step"})
+    assert backend.fallbacks == ()
+    device.is_mapped, backend.capabilities = False, frozenset()
+    assert backend.fallbacks == (
+        "changes travel in pinned memory and copies: mapped memory is not used here",
+        "steps are separate launches: the fused step needs the package cuda-bindings",
+    )
+
+
 COMPARE = """
 import numpy as np
 import blocktable as bt

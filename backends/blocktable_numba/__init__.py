@@ -66,7 +66,12 @@ class NumbaBackend:
         if self.is_emulated:
             return ()
         device = self._device(None)
-        return () if device.is_mapped else (f"changes travel in {device.staging}: mapped memory is not used here",)
+        sentences = []
+        if not device.is_mapped:
+            sentences.append(f"changes travel in {device.staging}: mapped memory is not used here")
+        if "fused_step" not in self.capabilities:
+            sentences.append("steps are separate launches: the fused step needs the package cuda-bindings")
+        return tuple(sentences)
 
     @property
     def num_compilations(self) -> int:
