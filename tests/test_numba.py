@@ -280,7 +280,7 @@ def test_every_fallback_on_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     device = SimpleNamespace(is_mapped=True, staging="pinned memory and copies")
     monkeypatch.setattr(backend, "_device", lambda _: device)
     backend.capabilities = frozenset({"fused_step"})
-    assert backend.fallbacks == ()
+    assert not list(backend.fallbacks)
     device.is_mapped, backend.capabilities = False, frozenset()
     assert backend.fallbacks == (
         "changes travel in pinned memory and copies: mapped memory is not used here",
