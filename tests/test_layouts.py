@@ -63,6 +63,45 @@ def test_a_layout_says_who_reads_it_and_where_that_was_read(layout: bt.Layout) -
     assert any(layout.takes_block_size(size) for size in (16, 32, 64, 128, 256))
 
 
+# The consumers' sources, once more. name -> kind, dtype, shape, null, contiguity, which page sizes of ANY are taken, and
+# what M must be a multiple of for pages of the largest one taken up to 64 tokens (128 where there is none).
+ANY = {1, 16, 24, 32, 64, 128, 256}
+FACTS: dict[str, tuple[str, str, str, int, str, set[int], int]] = {
+    "flash_attention_2": ("table", "int32", "B M", 0, "rows", {256}, 1),
+    "flash_attention_2_vllm": ("table", "int32", "B M", 0, "rows", {16, 32, 64, 128, 256}, 1),
+    "flash_attention_3": ("table", "int32", "B M", 0, "rows", ANY, 1),
+    "flash_attention_4": ("table", "int32", "B M", 0, "rows", ANY, 1),
+    "flashinfer": ("csr", "int32", "n", 0, "strict", ANY, 1),
+    "trtllm_gen": ("table", "int32", "B M", 0, "strict", {16, 32, 64}, 1),
+    "trtllm_gen_mla": ("table", "int32", "B M", 0, "strict", {32, 64}, 2),
+    "flash_mla": ("table", "int32", "B M", 0, "rows", {64}, 1),
+    "cutlass_mla": ("table", "int32", "B M", 0, "strict", {128}, 1),
+    "cudnn": ("table", "int32", "B 1 M 1", 0, "strict", ANY - {24}, 1),
+    "triton_unified": ("table", "int32", "B M", 0, "rows", {16, 32, 64, 128, 256}, 1),
+    "varlen_attn": ("table", "int32", "B M", 0, "rows", ANY, 1),
+    "flex_attention": ("inverse_map", "int32", "B N", -1, "rows", {16, 32, 64, 128, 256}, 1),
+    "tensorrt_llm": ("kv_offsets", "int32", "B 2 M", 0, "strict", ANY - {24}, 1),
+    "aiter_mla": ("token_csr", "int32", "n", 0, "strict", ANY, 1),
+    "vllm_table": ("table", "int32", "B M", 0, "rows", ANY, 2),
+    "state": ("state", "int32", "B", -1, "rows", ANY, 1),
+    "speculative_state": ("state", "int32", "B S", -1, "rows", ANY, 1),
+    "aligned_state": ("state", "int32", "B S", -1, "rows", ANY, 1),
+    "encoder_only": ("placeholder", "int32", "B 1", 0, "rows", ANY, 1),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_layout_holds_the_facts_of_its_consumer(name: str) -> None:
+    kind, dtype, shape, null, contiguity, sizes, step = FACTS[name]
+    layout = bt.LAYOUTS[name]
+    assert (layout.kind, layout.dtype, " ".join(layout.shape), layout.null) == (kind, dtype, shape, null)
+    assert layout.contiguity == contiguity
+    assert {size for size in ANY if layout.takes_block_size(size)} == sizes
+    assert layout.width_step(max((size for size in sizes if size <= 64), default=128)) == step
+    assert not layout.exact_width
+    assert bt.LAYOUTS["flash_attention_4_hd256"].exact_width
+
+
 @pytest.mark.parametrize(
     "fields",
     [
