@@ -63,8 +63,8 @@ def test_a_layout_says_who_reads_it_and_where_that_was_read(layout: bt.Layout) -
     assert any(layout.takes_block_size(size) for size in (16, 32, 64, 128, 256))
 
 
-# The consumers' sources, once more. name -> kind, dtype, shape, null, contiguity, which page sizes of ANY are taken, and
-# what M must be a multiple of for pages of the largest one taken up to 64 tokens (128 where there is none).
+# The consumers' sources, once more. name -> kind, dtype, shape, null, contiguity, which page sizes of ANY are taken,
+# and what M must be a multiple of, for pages of the largest one taken up to 64 tokens (128 where there is none).
 ANY = {1, 16, 24, 32, 64, 128, 256}
 FACTS: dict[str, tuple[str, str, str, int, str, set[int], int]] = {
     "flash_attention_2": ("table", "int32", "B M", 0, "rows", {256}, 1),
