@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blocktable import BlockTableConfig, KVCacheGroup, Writes, ranges
+from blocktable import BlockTable, BlockTableConfig, KVCacheGroup, Writes, ranges
 
 CONFIG = BlockTableConfig(
     groups=[KVCacheGroup(block_size=16), KVCacheGroup(block_size=48, kernel_block_size=16)],
@@ -58,3 +58,35 @@ def test_long_ranges_and_the_others_are_all_of_them(seed: int, limit: int) -> No
     assert not (rest.lengths > limit).any()
     got[ranges(rest.offsets, rest.lengths)] = rest.values
     assert np.array_equal(got, expected)
+
+
+def test_a_row_that_ends_stays_small() -> None:
+    """A request of 8,192 columns that has finished: what becomes NULL travels as offset and length."""
+    arena = BlockTableConfig(
+        groups=[KVCacheGroup(block_size=16)], max_num_reqs=2, max_num_batched_tokens=16, max_model_len=16 * 8192
+    ).arena
+    offsets, lengths = np.array([1, arena.size - 8192], np.int64), np.array([1, 8192], np.int32)
+    block = np.full(64, -1, np.int32)
+    used = Writes(arena, offsets, lengths, np.zeros(8193, np.int32)).pack_changes(block)
+    assert block[:used].tolist() == [1, 0, 0, 1, 8192, 1, 0, arena.size - 8192, 0]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+def test_a_steady_step_sends_at_most_32_bytes_for_each_block(num_rows: int) -> None:
+    """And 4 for each further kernel column. Rules: R9."""
+    sizes = [(16, 16), (32, 16), (48, 16), (16, 16)]
+    config = BlockTableConfig(
+        groups=[KVCacheGroup(block_size=size, kernel_block_size=kernel) for size, kernel in sizes],
+        max_num_reqs=64,
+        max_num_batched_tokens=64,
+        max_model_len=4096,
+    )
+    table, ids = BlockTable(config, "numpy"), np.arange(1, 1 + num_rows, dtype=np.int32)
+    rows, starts = np.arange(num_rows), np.arange(num_rows + 1, dtype=np.int32)
+    for turn in range(3):
+        before = table.num_bytes_sent
+        table.append_rows(rows, [ids] * len(sizes), np.ones(num_rows, np.int64))
+        table.step(np.arange(num_rows, dtype=np.int32), starts, np.full(num_rows, 16 * turn))
+        further = sum(size // kernel - 1 for size, kernel in sizes)
+        most = num_rows * (32 * len(sizes) + 4 * further) + 256
+        assert 0 < table.num_bytes_sent - before <= most
