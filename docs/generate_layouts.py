@@ -83,9 +83,10 @@ memory that no token was written to is shown too:
 FlashInfer, FlashAttention 3 and torch's `varlen_attn` run where they are installed, and are said to be absent
 elsewhere; FlashInfer's page table is read in plain Python besides, by its published definition.
 
-The last run on an H200 passed for the Triton, CuPy and Numba backends, in float16, bfloat16 and float32. FlashAttention 3
-as vLLM 0.25.1 builds it took part, in the first two: with NaN in the NULL block all of its tokens were finite. FlashInfer
-was absent, and torch 2.11's `varlen_attn` takes no block table.
+On an H200 the kernels of this table passed over the Triton, CuPy and Numba backends, in float16, bfloat16 and
+float32; FlexAttention in a run of its own. So did FlashAttention 3 as vLLM 0.25.1 builds it, in the first two dtypes:
+with NaN in the NULL block all of its tokens were finite. FlashInfer was absent, and `varlen_attn` of torch 2.11 takes
+no block table.
 """
 
 VLLM = """\
