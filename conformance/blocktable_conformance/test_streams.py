@@ -61,7 +61,7 @@ def test_no_call_waits_for_the_device(subject: Subject, torch: Any) -> None:
 
 
 def test_commits_wait_only_beyond_steps_in_flight(subject: Subject, torch: Any) -> None:
-    """The first `steps_in_flight` unfinished commits do not wait, the next one does; none is lost. Rules: R9."""
+    """The first `steps_in_flight` unfinished commits do not wait, the next one may; none is lost. Rules: R9."""
     pair = warm_pair(subject, two_groups(steps_in_flight=2))
     stream = torch.cuda.Stream()
     with held(torch, stream) as hold:
