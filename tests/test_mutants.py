@@ -8,6 +8,7 @@ core mutants on the hand-drawn cases; neither on the sweeps, properties and hist
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,25 @@ def check_caught(verdict: dict[str, Any], rule: str) -> None:
     assert rule in named, f"{verdict['backend']} was caught as {sorted(named)}, not as {rule}"
 
 
+def verdicts_of(plain: str, wrong: str, names: Iterable[str], selection: str, path: Path) -> dict[str, dict[str, Any]]:
+    """Run the suite over the unmutated class and its mutants in one process: name -> verdict.
+
+    Args:
+        plain, wrong: `module:Class` of the unmutated one, and the module of the mutants.
+        names: of the mutants.
+        selection: of the suite's tests, as `-k` takes it.
+        path: where the verdicts are written.
+    """
+    classes = [plain, *(f"{wrong}:{name}" for name in names)]
+    command = [*SUITE, *classes, f"--verdict={path}", "-q", "--tb=no", "-k", selection]
+    subprocess.run(command, cwd=MUTANTS, stdout=subprocess.DEVNULL)
+    return {verdict["backend"].partition(":")[2]: verdict for verdict in json.loads(path.read_text())}
+
+
 @pytest.fixture(scope="module")
 def kernel_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    path = tmp_path_factory.mktemp("kernels") / "verdict.json"
-    names = [f"wrong_backends:{name}" for name in wrong_backends.CAUGHT_BY]
-    selection = "(cases or poison) and not partition"
-    subprocess.run(
-        [*SUITE, "plain_backend:PlainBackend", *names, f"--verdict={path}", "-q", "--tb=no", "-k", selection],
-        cwd=MUTANTS,
-        stdout=subprocess.DEVNULL,
-    )
-    return {verdict["backend"].partition(":")[2]: verdict for verdict in json.loads(path.read_text())}
+    path, selection = tmp_path_factory.mktemp("kernels") / "verdict.json", "(cases or poison) and not partition"
+    return verdicts_of("plain_backend:PlainBackend", "wrong_backends", wrong_backends.CAUGHT_BY, selection, path)
 
 
 def test_the_plain_backend_passes(kernel_verdicts: dict[str, dict[str, Any]]) -> None:
@@ -60,15 +69,9 @@ def test_a_wrong_backend_is_caught(kernel_verdicts: dict[str, dict[str, Any]], n
 @pytest.fixture(scope="module")
 def export_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("exports") / "verdict.json"
-    names = [f"wrong_exports:{name}" for name in wrong_exports.CAUGHT_BY]
     # Without the cases of large tables: a failure holds on to its own, and all wrong exports run in one process.
     selection = "test_exports.py and not equal and not any_history and not long_rows and not bits"
-    subprocess.run(
-        [*SUITE, "plain_exports:PlainExportBackend", *names, f"--verdict={path}", "-q", "--tb=no", "-k", selection],
-        cwd=MUTANTS,
-        stdout=subprocess.DEVNULL,
-    )
-    return {verdict["backend"].partition(":")[2]: verdict for verdict in json.loads(path.read_text())}
+    return verdicts_of("plain_exports:PlainExportBackend", "wrong_exports", wrong_exports.CAUGHT_BY, selection, path)
 
 
 def test_plain_exports_pass(export_verdicts: dict[str, dict[str, Any]]) -> None:
