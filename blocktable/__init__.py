@@ -18,7 +18,6 @@ from blocktable.errors import (
     UnsupportedError,
 )
 from blocktable.exports import Export
-from blocktable.graph import KernelArguments, KernelNode, StepGraph
 from blocktable.layouts import LAYOUTS, Layout, WidthPlan, plan_width
 from blocktable.metadata import GroupMetadata, StepMetadata
 from blocktable.protocols import (
@@ -35,7 +34,6 @@ from blocktable.protocols import (
     ranges,
 )
 from blocktable.registry import BackendInfo, get_backend, list_backends
-from blocktable.staging import StagingRing, StepMarks, pack_writes, staged_entries, staging_mode, steady_entries
 from blocktable.streams import address_of, stream_handle
 from blocktable.table import BlockTable, SlotLocation
 
@@ -67,18 +65,13 @@ __all__ = [
     "ExportingStore",
     "GroupMetadata",
     "KVCacheGroup",
-    "KernelArguments",
-    "KernelNode",
     "Layout",
     "RowCapacityError",
     "RowIndexError",
     "SlotLocation",
     "SlotMapper",
-    "StagingRing",
     "Step",
     "StepBuffers",
-    "StepGraph",
-    "StepMarks",
     "StepMetadata",
     "UnknownBackendError",
     "UnsupportedError",
@@ -87,13 +80,9 @@ __all__ = [
     "address_of",
     "get_backend",
     "list_backends",
-    "pack_writes",
     "plan_width",
     "ranges",
     "row_capacity",
     "row_width",
-    "staged_entries",
-    "staging_mode",
-    "steady_entries",
     "stream_handle",
 ]

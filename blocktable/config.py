@@ -228,6 +228,7 @@ GROUP_FIELDS = (
     "world_size",
     "rank",
     "interleave_size",
+    "column_shift",
 )
 """What a kernel must know of a group, in the order of `BlockTableConfig.group_fields`."""
 
@@ -346,7 +347,7 @@ class BlockTableConfig:
         """Return `[num_groups, len(GROUP_FIELDS)]` int64: the geometry as kernels read it, one row a group.
 
         slot_mode counts "linear", "ring", "none" from 0; sliding_window is 0 where there is none; a replicated group
-        has a world of one.
+        has a world of one; tokens_per_column is 1 << column_shift where it is a power of two.
         """
         shard, alone = self.context_parallel, ContextParallel()
         fields = []
@@ -364,6 +365,7 @@ class BlockTableConfig:
                     share.world_size,
                     share.rank,
                     share.interleave_size,
+                    group.tokens_per_column.bit_length() - 1,
                 )
             )
         return np.array(fields, np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -157,6 +157,24 @@ class Writes:
         values = self.values[ranges((ends - self.lengths)[~is_long], self.lengths[~is_long])]
         return long_ranges, Writes(self.arena, self.offsets[~is_long], self.lengths[~is_long], values)
 
+    def split_at(self, size: int) -> Iterator[tuple[int, Writes]]:
+        """Yield the changes of each `size` entries of the arena that has any: their first entry, and writes from there.
+
+        For kernels that count entries in fewer bits than a large arena has.
+        """
+        pieces = self.offsets // size
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        for piece in np.unique(pieces):
+            first, last = (int(np.searchsorted(pieces, piece, side)) for side in ("left", "right"))
+            values = self.values[ends[first] - self.lengths[first] : ends[last - 1]]
+            offsets, lengths = self.offsets[first:last] - piece * size, self.lengths[first:last]
+            yield int(piece) * size, Writes(self.arena, offsets, lengths, values)
+
+    @property
+    def most_packed_entries(self) -> int:
+        """Int32 entries that `pack_changes` may need."""
+        return CHANGES_HEADER + 2 * self.num_ranges + int(self.values.size)
+
     def split_by_row(self) -> Writes:
         """Return the same changes as ranges that each stay inside one row, for backends without an arena.
 
@@ -254,7 +272,8 @@ class ExportBuffers:
             [num_groups, max_num_reqs], which is the same memory.
         indptr: "csr", "token_csr": [max_num_reqs + 1] int32. First entry of each request, and their number.
         last_page_lens: "csr", "token_csr": [max_num_reqs] int32. Tokens in each request's last kernel block.
-        lengths: "csr", "token_csr", "lengths": [max_num_reqs] int32. Tokens of each request that this rank holds.
+        lengths: all but "state": [max_num_reqs] int32. Tokens of each request that this rank holds, where `seq_lens` is
+            given.
         mapped: "inverse_map": [num_groups, max_num_reqs, width] int32, the backend's own. The blocks in the map.
     """
 
@@ -275,8 +294,7 @@ class ExportBuffers:
 class BlockStore(Protocol):
     """The device memory of one table.
 
-    Optional, found by capability: `step(writes, batch, out, *, stream)` ("fused_step") and the two methods of
-    `ExportingStore` ("exports").
+    Optional: the methods of `StagingStore`, and by capability those of `ExportingStore` ("exports").
     """
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
@@ -296,6 +314,33 @@ class BlockStore(Protocol):
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         """Write the batch view of every group into `out.block_tables` (R10, R11)."""
+
+
+class StagingStore(BlockStore, Protocol):
+    """A block store that lends the memory its changes travel in, and with the capability "fused_step" does whole steps.
+
+    The core packs changes into what it lends (`Writes.pack_changes` says how), and then calls `commit` or `step`.
+    """
+
+    def lend(self, stream: int | None) -> IntArray:
+        """Return [n] int32 for the changes of one commit on this stream; waits where all of it is in use (R9).
+
+        Raises:
+            BlockTableError: the stream is capturing (R21).
+        """
+
+    def commit(self, used: int, *, stream: int | None) -> None:
+        """Send what was packed into the memory that was lent last: `used` entries of it; 0 is nothing."""
+
+    def step(self, used: int, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        """Do a whole step: what `commit` does, then what `gather` and `compute_slot_mappings` do.
+
+        Args:
+            used: entries packed into the memory that was lent last; 0: nothing was lent for this step.
+            batch: its inputs.
+            out: a set of outputs.
+            stream: as `gather`. Inside a capture there are no changes, and what is captured is the rest (R21).
+        """
 
 
 class ExportingStore(BlockStore, Protocol):

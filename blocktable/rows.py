@@ -547,13 +547,30 @@ class HostRows:
         self._writes.renew(journal)
         return self._writes
 
-    def pack_changes(self, block: IntArray) -> int:
+    def pack_changes_old(self, block: IntArray) -> int:
         """Do `Writes.pack_changes` over the journal, which is merged."""
         journal = self.journal
         if self._num_late and not journal.knows_values:
             self._catch_up()
         used: int = self._compiled.pack_changes(self._compiled_state(), journal.knows_values, journal.size, block)
         return used
+
+    @property
+    def has_changes(self) -> bool:
+        return self.journal.size > 0
+
+    def pack_changes(self, block: IntArray) -> int:
+        writes = self._made = self.plain_writes()
+        if writes.num_ranges == 0:
+            return 0
+        if writes.values.size > self._most_scattered or self.arena.size > 2**31:
+            return -1
+        return writes.pack_changes(block) or -1
+
+    def committed(self) -> int:
+        num = self.plain_writes().num_bytes
+        self.journal.clear()
+        return num
 
     def plain_writes(self) -> Writes:
         """As `writes`, by numpy."""

@@ -161,6 +161,7 @@ class BlockTable:
         if step_path == "fused":
             self._require("fused_step", 'step_path="fused"')
         self._has_streams = "streams" in self.backend.capabilities
+        self._is_on_host = not self._has_streams or bool(getattr(self.backend, "is_emulated", False))
         self._stream_owner: tuple[str, int] | None = None  # who made the last inputs
         self._last_array: Array | None = None
         self._current_stream: Callable[[], int | None] = current_stream_getter(None)
@@ -173,8 +174,10 @@ class BlockTable:
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
         self._exports = ExportSets(config, self.backend, device, self.store)
         self._metadata_plans: dict[tuple[Layout | None, ...], MetadataPlan] = {}
-        is_fused = step_path != "separate" and "fused_step" in self.backend.capabilities
-        self._fused_step: Any = getattr(self.store, "step", None) if is_fused else None
+        # Where the store lends memory for changes, the core packs them into it.
+        self._lender: Any = self.store if hasattr(self.store, "lend") else None
+        can_fuse = self._lender is not None and "fused_step" in self.backend.capabilities
+        self._is_fused = can_fuse and step_path != "separate"
         self._views: weakref.WeakKeyDictionary[StepBuffers, _Views] = weakref.WeakKeyDictionary()
         self.buffers: StepBuffers = self.create_buffers()
 
@@ -367,10 +370,27 @@ class BlockTable:
 
         Rules: R9, R21, R22, R24.
         """
-        handle = self._stream(stream, None)
-        writes = self._begin_commit(handle)
-        self.store.write(writes, stream=handle)  # of nothing too: on a capturing stream it must raise (R21)
-        self._end_commit(writes)
+        self._commit(self._stream(stream, None))
+
+    def _commit(self, stream: int | None) -> None:
+        if self._lender is None:
+            self._reset_invalid(stream)
+            self.store.write(self._rows.writes(), stream=stream)
+        else:
+            used = self._lend_changes(stream)
+            if used:
+                self._lender.commit(used, stream=stream)
+        self._end_commit()
+
+    def _lend_changes(self, stream: int | None) -> int:
+        """Pack what is pending into memory of the store; return the entries used, 0 where nothing is left to send."""
+        self._reset_invalid(stream)
+        block = self._lender.lend(stream)  # for nothing too: on a capturing stream it must raise (R21)
+        used = self._rows.pack_changes(block)
+        if used < 0:  # more than the store lends
+            self.store.write(self._rows.writes(), stream=stream)
+            return 0
+        return used
 
     def gather(
         self,
@@ -479,14 +499,13 @@ class BlockTable:
             plan = self._make_plan(idx_mapping, query_start_loc, positions, num_computed_tokens, sizes)
         batch, buffers = plan.batch, plan.buffers
         handle = self._stream(stream, positions)
-        writes = self._begin_commit(handle)
-        if self._fused_step is not None:
-            self._fused_step(writes, batch, buffers, stream=handle)
-            self._end_commit(writes)
+        if self._is_fused:
+            used = self._lend_changes(handle) if self._rows.has_changes else 0
+            self._lender.step(used, batch, buffers, stream=handle)
+            self._end_commit()
         else:
-            if writes.num_ranges:
-                self.store.write(writes, stream=handle)
-            self._end_commit(writes)
+            if self._rows.has_changes:
+                self._commit(handle)
             if batch.wants_tables:
                 self.store.gather(batch, buffers, stream=handle)
             self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=handle)
@@ -737,8 +756,8 @@ class BlockTable:
                 batch = Batch(idx_mapping, starts, positions, 1, 1, num_computed_tokens, 1)
                 self.store.gather(batch, buffers, stream=None)
                 self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=None)
-                if self._fused_step is not None:
-                    self._fused_step(no_writes, batch, buffers, stream=None)
+                if self._is_fused:
+                    self._lender.step(0, batch, buffers, stream=None)
         self.backend.synchronize(self.device)
         self._rows.warmup()
 
@@ -752,18 +771,16 @@ class BlockTable:
         self._rows.invalidate()
         self._is_invalid = True
 
-    def _begin_commit(self, stream: int | None) -> Writes:
+    def _reset_invalid(self, stream: int | None) -> None:
         if self._is_invalid:
             for buffers in list(self._views):
                 self.store.reset_buffers(buffers, stream=stream)
             self._exports.reset(stream)
-        return self._rows.writes()
 
-    def _end_commit(self, writes: Writes) -> None:
+    def _end_commit(self) -> None:
         """Forget what the store has taken; until then it stays pending."""
-        self._rows.journal.clear()
         self._is_invalid = False
-        self.num_bytes_sent += writes.num_bytes
+        self.num_bytes_sent += self._rows.committed()
 
     def _stream(self, stream: Any, array: Array | None) -> int | None:
         if not self._has_streams:
@@ -863,7 +880,7 @@ class BlockTable:
 
     def _require_device(self, array: Array | None) -> None:
         """Refuse what lies elsewhere, before anything is committed."""
-        if not self._has_streams:
+        if self._is_on_host:
             if getattr(array, "is_cuda", False):
                 raise ArgumentError(f"Backend {self.backend.name!r} works on the host; an array on a GPU was given.")
             return

@@ -1,0 +1,52 @@
+"""The device layer: what the contract says of every device, written once. A backend brings a `Driver` and kernels.
+
+docs/writing-a-backend.md shows how; examples/torch_backend is the smallest.
+"""
+
+from blocktable.device.backend import DeviceBackend, has_cuda_bindings
+from blocktable.device.driver import Driver, GraphKernel, HostBlock, Kernel, device_index
+from blocktable.device.emulation import DeviceArray, EmulatedDriver, EmulatedKernel, EmulatedStreams
+from blocktable.device.graph import KernelArguments
+from blocktable.device.signatures import (
+    EXPORT_KERNELS,
+    FEATURES,
+    FUSED_KERNELS,
+    INT32_MAX,
+    PLAIN_KERNELS,
+    SIGNATURES,
+    Grid,
+    KernelOptions,
+    Signature,
+    signature_of,
+)
+from blocktable.device.store import DeviceBuffers, DeviceStore
+from blocktable.streams import address_of, stream_handle
+
+__all__ = [
+    "EXPORT_KERNELS",
+    "FEATURES",
+    "FUSED_KERNELS",
+    "INT32_MAX",
+    "PLAIN_KERNELS",
+    "SIGNATURES",
+    "DeviceArray",
+    "DeviceBackend",
+    "DeviceBuffers",
+    "DeviceStore",
+    "Driver",
+    "EmulatedDriver",
+    "EmulatedKernel",
+    "EmulatedStreams",
+    "GraphKernel",
+    "Grid",
+    "HostBlock",
+    "Kernel",
+    "KernelArguments",
+    "KernelOptions",
+    "Signature",
+    "address_of",
+    "device_index",
+    "has_cuda_bindings",
+    "signature_of",
+    "stream_handle",
+]

@@ -1,0 +1,172 @@
+"""A CUDA graph of a few kernels in a row, whose nodes get new parameters before each launch (R21).
+
+What a fused step is made of. A launch in flight keeps the parameters it was launched with, so that nothing has to be
+staged, marked or waited for. Needs the package cuda-bindings, which CUDA builds of torch and numba-cuda bring along.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from blocktable.device.signatures import Grid, Launch, signature_of
+
+FIRST_DRIVER_WITH_OVERLAPS = 12030
+"""CUDA 12.3, as the driver says it."""
+
+
+class KernelArguments:
+    """A kernel's arguments in one block of memory, naturally aligned, and where each of them lies.
+
+    Args:
+        layout: a letter for each argument: "i" int32, "q" int64, "Q" an address, "S" a structure by value, which is
+            given as the address of a copy.
+
+    Attributes:
+        pointers: address of an array that holds the address of each argument, as cuLaunchKernel takes it.
+    """
+
+    def __init__(self, layout: str) -> None:
+        self._has_structure = layout.startswith("S")
+        packed = layout.removeprefix("S")
+        self._pack = struct.Struct("@" + packed).pack_into
+        self._memory = np.zeros(struct.calcsize("@" + packed), np.uint8)
+        start: int = self._memory.ctypes.data
+        places = [
+            start + struct.calcsize("@" + packed[: index + 1]) - struct.calcsize("@" + kind)
+            for index, kind in enumerate(packed)
+        ]
+        self._pointers = np.array([0] * self._has_structure + places, np.uint64)
+        self.pointers: int = self._pointers.ctypes.data
+
+    def set(self, values: Sequence[int]) -> None:
+        """Write all of them; one that does not fit its type raises struct.error."""
+        if self._has_structure:
+            self._pointers[0] = values[0]
+            self._pack(self._memory, 0, *values[1:])
+        else:
+            self._pack(self._memory, 0, *values)
+
+
+class _Node:
+    """One kernel as a node: its parameters, and the memory that holds its arguments."""
+
+    def __init__(self, kernel: Any) -> None:
+        from cuda.bindings import driver
+
+        self.arguments = KernelArguments(signature_of(kernel.name).layout + "Q" * kernel.num_extra)
+        self._extra = (0,) * kernel.num_extra
+        self._kernel = kernel  # whoever loaded it unloads what nobody holds
+        self.grid: Grid = (1, 1)
+        params = driver.CUDA_KERNEL_NODE_PARAMS()
+        params.gridDimX = params.gridDimY = params.gridDimZ = 1
+        params.blockDimX, params.blockDimY, params.blockDimZ = kernel.num_threads, 1, 1
+        params.sharedMemBytes = kernel.shared_bytes
+        params.kernelParams = self.arguments.pointers
+        params.func = driver.CUfunction(kernel.function)
+        self.params: Any = params
+
+    def set(self, grid: Grid, arguments: Sequence[int]) -> None:
+        self.arguments.set(arguments + self._extra if self._extra else arguments)  # type: ignore[operator]
+        if grid != self.grid:
+            self.params.gridDimX, self.params.gridDimY = self.grid = grid
+
+
+class StepGraph:
+    """An executable graph that runs launches one after another.
+
+    Args:
+        launches: the first ones, in order; the kernels are `GraphKernel`s.
+        overlaps: a kernel says itself from when on the next one may start (`griddepcontrol.launch_dependents`), and the
+            next one waits for its end before it reads what it wrote (`griddepcontrol.wait`). Where the GPU cannot, each
+            starts when the one before it has ended.
+    """
+
+    def __init__(self, launches: Sequence[Launch], *, overlaps: bool = False) -> None:
+        from cuda.bindings import driver
+
+        self._set_params = driver.cuGraphExecKernelNodeSetParams
+        self._launch = driver.cuGraphLaunch
+        self._driver = driver
+        self._graph = _checked(driver.cuGraphCreate(0))
+        overlaps = overlaps and _can_overlap(driver)
+        self._present: list[Launch | None] = [None] * len(launches)
+        self._nodes: list[dict[Any, _Node]] = [{} for _ in launches]
+        self._handles: list[Any] = []
+        for nodes, (kernel, grid, arguments) in zip(self._nodes, launches, strict=True):
+            node = nodes[kernel] = _Node(kernel)
+            node.set(grid, arguments)
+            before = [] if overlaps else self._handles[-1:]
+            self._handles.append(_checked(driver.cuGraphAddKernelNode(self._graph, before, len(before), node.params)))
+        if overlaps:
+            for pair in pairwise(self._handles):
+                self._overlap(*pair)
+        self._exec = _checked(driver.cuGraphInstantiate(self._graph, 0))
+
+    def _overlap(self, before: Any, after: Any) -> None:
+        edge = self._driver.CUgraphEdgeData()
+        edge.from_port = self._driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+        edge.type = self._driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+        # CUDA 13 gave the name without a number to what was called _v2 in CUDA 12.
+        add = getattr(self._driver, "cuGraphAddDependencies_v2", self._driver.cuGraphAddDependencies)
+        _checked(add(self._graph, [before], [after], [edge], 1))
+
+    def run(self, launches: Sequence[Launch], stream: int) -> None:
+        """Launch the graph on a stream, after what is queued there; returns immediately.
+
+        A launch that is the same object as last time is left as it is; launches in flight keep their parameters.
+        """
+        present = self._present
+        for index, launch in enumerate(launches):
+            if launch is not present[index]:
+                kernel, grid, arguments = launch
+                node = self._nodes[index].get(kernel)
+                if node is None:
+                    node = self._nodes[index][kernel] = _Node(kernel)
+                node.set(grid, arguments)
+                (error,) = self._set_params(self._exec, self._handles[index], node.params)
+                if error:
+                    raise RuntimeError(f"CUDA driver: {error}")
+                present[index] = launch
+        (error,) = self._launch(self._exec, stream)
+        if error:
+            raise RuntimeError(f"CUDA driver: {error}")
+
+    def __del__(self) -> None:
+        driver = getattr(self, "_driver", None)
+        if driver is not None and hasattr(self, "_exec"):
+            driver.cuGraphExecDestroy(self._exec)  # launches in flight finish first
+            driver.cuGraphDestroy(self._graph)
+
+
+class DirectLaunches:
+    """Runs the launches of a step as they are: in an emulation."""
+
+    def __init__(self, launches: Sequence[Launch], *, overlaps: bool = False) -> None:
+        """Nothing has to be prepared."""
+
+    def run(self, launches: Sequence[Launch], stream: int) -> None:
+        """Run them, one after another."""
+        for kernel, grid, arguments in launches:
+            kernel(grid, arguments, stream)
+
+
+def _can_overlap(driver: Any) -> bool:
+    """Whether a kernel may start while the one before it runs.
+
+    The current GPU must be of compute capability 9 or newer. Drivers before CUDA 12.3 know no such edges.
+    """
+    if _checked(driver.cuDriverGetVersion()) < FIRST_DRIVER_WITH_OVERLAPS:
+        return False
+    kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    return bool(_checked(driver.cuDeviceGetAttribute(kind, _checked(driver.cuCtxGetDevice()))) >= 9)
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    if result[0] != 0:
+        raise RuntimeError(f"CUDA driver: {result[0]}")
+    return result[1] if len(result) > 1 else None

@@ -1,0 +1,237 @@
+"""Every launch of a table's kernels, as data: which kernel, on which grid, with which arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blocktable.config import BlockTableConfig
+from blocktable.device.driver import Driver
+from blocktable.device.signatures import (
+    PLAIN_KERNELS,
+    KernelOptions,
+    Launch,
+    known_features,
+    needed_features,
+    requests_per_token,
+    signature_of,
+)
+from blocktable.layouts import Layout
+from blocktable.protocols import CHANGES_HEADER, Batch, ExportBuffers
+
+MAX_COPY_PARTS = 16
+MAX_WRITE_BLOCKS = 64
+MAX_SLOT_BLOCKS = 1 << 22
+
+NO_CHANGES = (0,) * CHANGES_HEADER
+"""The header of packed changes of nothing."""
+
+COUNT_UNITS = {"table": 0, "kv_offsets": 0, "lengths": 0, "csr": 1, "inverse_map": 1, "token_csr": 2}
+"""Layout kind -> what is an entry: a column, a kernel block that holds tokens, or a token."""
+STATE_COLUMNS = {"first": 0, "last": 1, "aligned": 2}
+
+
+class Inputs(NamedTuple):
+    """The arrays of one batch as addresses; what was not given is the identity, or zeros."""
+
+    positions: int
+    idx_mapping: int
+    query_start_loc: int
+    num_computed_tokens: int
+    seq_lens: int
+
+
+class Launches:
+    """The kernels of one table over its memory.
+
+    Args:
+        config: the geometry.
+        driver: the device.
+        arena: [arena.size] int32. The table's memory.
+        by_value: whether changes that fit travel in a launch's own parameters, where the backend has such kernels.
+
+    Attributes:
+        has_step_batch: whether gather and slots have a kernel of their own in a fused step.
+        num_slots: entries of a group's slots in a set of outputs.
+    """
+
+    def __init__(self, config: BlockTableConfig, driver: Driver, arena: Any, *, by_value: bool) -> None:
+        self._config, self._driver = config, driver
+        self._features = needed_features(config)
+        self._kernels: dict[tuple[str, str], Any] = {}
+        self._groups = driver.upload(config.group_fields().reshape(-1))
+        self._identity = driver.upload(np.arange(config.max_num_reqs, dtype=np.int32))
+        self._zeros = driver.full(config.max_num_reqs, 0, "int32")
+        self._groups_address, self._arena_address = driver.address(self._groups), driver.address(arena)
+        self._absent = Inputs(0, driver.address(self._identity), 0, *2 * (driver.address(self._zeros),))
+        self.has_step_batch: bool = "step_batch" in driver.variants
+        self.num_slots: int = config.max_num_batched_tokens
+        self._may_be_long = self.is_long(config.max_num_batched_tokens * len(config.groups))
+        self._sizes = driver.change_sizes if by_value else ()
+        names = [signature.name for signature in PLAIN_KERNELS]
+        names += [f"apply_changes_{size}" for size in self._sizes]
+        names += ["map_slots_long"] * self._may_be_long
+        for name in names:
+            self.kernel(name)
+
+    def is_long(self, num_slots: int) -> bool:
+        """Say whether a launch over so many slots fills the device many times over."""
+        return "map_slots_long" in self._driver.variants and num_slots > self._driver.many_slots
+
+    def kernel(self, name: str, dtype: str | None = None) -> Any:
+        """Return a kernel, made at the first call. dtype: of `slot*`; None: the slots'."""
+        key = (name, dtype or self._config.slot_dtype)
+        if key not in self._kernels:
+            features = self._features | ({"OVERLAPS"} if self._driver.overlaps and self.has_step_batch else set())
+            options = KernelOptions(key[1], known_features(name, features))
+            with self._driver.current():
+                self._kernels[key] = self._driver.kernel(name, options)
+        return self._kernels[key]
+
+    def launch(self, name: str, arguments: tuple[int, ...], dtype: str | None = None) -> Launch:
+        """Return a launch on the grid that the kernel's signature says."""
+        kernel = self.kernel(name, dtype)
+        return kernel, signature_of(name).grid(arguments, kernel.tile), arguments
+
+    def inputs(self, addresses: dict[str, int]) -> Inputs:
+        """Return addresses for what was given, and for what was not."""
+        return self._absent._replace(**addresses)
+
+    # The four plain kernels.
+
+    def apply_changes(
+        self,
+        address: int,
+        counts: Sequence[int],
+        *,
+        first_entry: int = 0,
+        batch: int = 0,
+        copies: bool = False,
+        mark: int = 0,
+        last_mark: int = 0,
+    ) -> Launch:
+        """Return the launch of a commit.
+
+        Args:
+            address: of packed changes, header included.
+            counts: that header.
+            first_entry: entry of the arena that offset 0 means.
+            batch: address of a set of outputs, for a fused step.
+            copies: whether its counts are copied for step_batch.
+            mark: number of the step; 0: the host waits for none.
+            last_mark: address of where it is written.
+        """
+        config, kernel = self._config, self.kernel("apply_changes")
+        num_groups, rows, tile = len(config.groups), config.max_num_reqs, kernel.tile
+        copy_parts = min(-(-rows // tile), MAX_COPY_PARTS) if copies else 0
+        most = max(counts[0], counts[2], counts[4])  # single values, range values, NULL entries
+        blocks = num_groups * copy_parts + min(-(-most // tile), MAX_WRITE_BLOCKS)
+        tail = (self._arena_address + 4 * first_entry, num_groups, rows, config.arena.size, batch, copy_parts)
+        arguments = (address + 4 * CHANGES_HEADER, *counts, *tail, mark, last_mark)
+        return kernel, (max(blocks, 1), 1), arguments
+
+    def apply_by_value(self, host_address: int, used: int, launch: Launch) -> Launch | None:
+        """Return the same launch with the changes in its own parameters; None where they do not fit.
+
+        Args:
+            host_address: of packed changes in the host's memory, header included.
+            used: their entries.
+            launch: as `apply_changes` made it.
+        """
+        for size in self._sizes:
+            if used <= size:
+                return self.kernel(f"apply_changes_{size}"), launch[1], (host_address, *launch[2][6:])
+        return None
+
+    def gather(self, inputs: Inputs, batch: Batch, out: int) -> list[Launch]:
+        """Return what writes the batch tables. out: address of a set's memory."""
+        config = self._config
+        sizes = (batch.num_reqs, batch.num_reqs_padded, config.max_num_reqs)
+        tail = (*sizes, self._groups_address, len(config.groups), self._arena_address, config.arena.size, out)
+        return [
+            self.launch("null_stale_columns", (inputs.idx_mapping, *tail)),
+            self.launch("gather_block_tables", (inputs.idx_mapping, inputs.num_computed_tokens, *tail)),
+        ]
+
+    def map_slots(
+        self, inputs: Inputs, batch: Batch, slots: int, stride: int, num_slots: int, *, group: int | None = None
+    ) -> list[Launch]:
+        """Return what writes the slots of all groups, `stride` entries apart, or of one group; nothing for no slots."""
+        if num_slots == 0:
+            return []
+        num_groups = len(self._config.groups) if group is None else 1
+        is_long = self._may_be_long and self.is_long(num_slots * num_groups)
+        arguments = (
+            *(inputs.idx_mapping, inputs.query_start_loc, inputs.positions),
+            *(batch.num_reqs, batch.num_positions, self._config.max_num_reqs),
+            *(self._groups_address, group or 0, num_groups, self._arena_address),
+            *(slots, stride, num_slots, requests_per_token(batch.num_reqs, batch.num_positions, is_long=is_long)),
+        )
+        return [self.launch("map_slots_long" if is_long else "map_slots", arguments)]
+
+    # The fused step.
+
+    def step_batch(self, inputs: Inputs, batch: Batch, out: int, slots: int, last_mark: int, shown_mark: int) -> Launch:
+        """Return the launch of gather and slots together. out, slots: addresses of a set's memory."""
+        config = self._config
+        num_groups, num_slots = len(config.groups), self.num_slots
+        kernel = self.kernel("step_batch_long" if self._may_be_long else "step_batch")
+        slot_blocks = max(min(-(-num_slots // kernel.tile), MAX_SLOT_BLOCKS // num_groups), 1)
+        gather_blocks = 0
+        if batch.wants_tables:  # of no rows too: a larger batch may have come before
+            gather_blocks = self._driver.gather_blocks(batch.num_reqs_padded, num_groups, max(config.arena.widths))
+        arguments = (
+            *(inputs.idx_mapping, inputs.num_computed_tokens, inputs.query_start_loc, inputs.positions),
+            *(batch.num_reqs, batch.num_reqs_padded, batch.num_positions, config.max_num_reqs),
+            requests_per_token(batch.num_reqs, batch.num_positions, is_long=self._may_be_long),
+            *(self._groups_address, num_groups, self._arena_address, config.arena.size, out, slots, num_slots),
+            *(gather_blocks, slot_blocks, last_mark, shown_mark),
+        )
+        # The last block shows the mark.
+        return kernel, (gather_blocks + slot_blocks * num_groups + 1, 1), arguments
+
+    # Exports.
+
+    def export(self, layout: Layout, inputs: Inputs, batch: Batch, out: ExportBuffers) -> list[Launch]:
+        """Return what writes a batch in a layout."""
+        address, kind = self._driver.address, layout.kind
+        members, counts, entries, indptr, last_page_lens, lengths, mapped = (
+            0 if array is None else address(array)
+            for array in (
+                *(out.members, out.counts, out.entries, out.indptr),
+                *(out.last_page_lens, out.lengths, out.mapped),
+            )
+        )
+        source = (
+            *(inputs.idx_mapping, inputs.num_computed_tokens, inputs.seq_lens, batch.num_reqs),
+            *(self._config.max_num_reqs, self._groups_address, members, len(out.groups), self._arena_address),
+        )
+        if kind == "state":
+            columns = (STATE_COLUMNS[layout.state_columns], layout.num_columns, layout.null, entries)
+            return [self.launch("gather_state_indices", (*source, *columns), layout.dtype)]
+        unit = COUNT_UNITS[kind]
+        launches = [self.launch("count_entries", (*source, out.width, unit, counts, lengths))]
+        if kind in ("table", "kv_offsets"):
+            values = (layout.null, layout.entry_scale, int(kind == "kv_offsets"), layout.value_offset, entries)
+            launches.append(self.launch("write_table", (*source, out.width, counts, *values), layout.dtype))
+        elif kind in ("csr", "token_csr"):
+            sizes = (unit, out.capacity)
+            launches += [
+                self.launch("start_requests", (*source, *sizes, lengths, counts, indptr, last_page_lens)),
+                self.launch("write_indices", (*source, *sizes, counts, indptr, entries)),
+            ]
+        elif kind == "inverse_map":
+            sizes = (out.width, out.num_kernel_blocks)
+            launches += [
+                self.launch("clear_inverse_map", (*source, *sizes, counts, mapped, layout.null, entries)),
+                self.launch("write_inverse_map", (*source, *sizes, counts, mapped, entries)),
+            ]
+        return launches
+
+
+def run(launches: Sequence[Launch], stream: int) -> None:
+    """Launch each, one after another."""
+    for kernel, grid, arguments in launches:
+        kernel(grid, arguments, stream)

@@ -1,0 +1,67 @@
+"""On which stream a table works, and what it refuses there: the order of its calls, and captures (R21, R22)."""
+
+from __future__ import annotations
+
+from blocktable.device.driver import Driver
+from blocktable.errors import BlockTableError
+
+
+class StreamOrder:
+    """The streams that one table's calls have used.
+
+    A stream that a table has used must live as long as the table: it may be asked about, or ordered after, later.
+
+    Args:
+        driver: the device.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._last: int | None = None  # of the last call outside captures
+        self._captured: int | None = None  # of the last call inside one that has not ended, as far as is known
+
+    def enter(self, handle: int | None) -> tuple[int, bool]:
+        """Return the stream to work on, ordered after this table's last call, and whether it is capturing.
+
+        Raises:
+            BlockTableError: the last call's stream is being captured, and this is another one: an order between the two
+                would draw this one into that capture.
+
+        Rules: R22.
+        """
+        driver = self._driver
+        stream = driver.stream(handle)
+        is_capturing = driver.is_capturing(stream)
+        if self._captured is not None:
+            if self._captured != stream:
+                self._refuse_change(self._captured)
+            self._captured = None  # that capture has ended, or is this one
+        if is_capturing:
+            self._captured = stream
+        elif stream != self._last:
+            if self._last is not None:
+                self._refuse_change(self._last)
+                driver.order(self._last, stream)
+            self._last = stream
+        return stream, is_capturing
+
+    def check(self) -> None:
+        """Raise where the device has failed."""
+        if self._last is not None:
+            self._driver.check(self._last)
+
+    def _refuse_change(self, other: int) -> None:
+        if self._driver.is_capturing(other):
+            raise BlockTableError(
+                "A table's calls cannot change stream while the last one's is capturing: the capture would draw in the "
+                "new one. Use one stream for them, or end the capture first."
+            )
+
+
+def refuse_capture(is_capturing: bool, what: str) -> None:
+    """Raise where the stream is capturing (R21)."""
+    if is_capturing:
+        raise BlockTableError(
+            f"{what} cannot be captured: row changes and host arrays are read once, not at every replay. Call commit() "
+            "before the capture and before each replay, and give device arrays."
+        )

@@ -1,0 +1,160 @@
+"""How a commit's changes and a step's host arrays travel: in blocks that are never overwritten while in use (R9)."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from blocktable.config import BlockTableConfig
+from blocktable.device.driver import Driver, HostBlock
+from blocktable.device.emulation import DeviceArray
+from blocktable.device.ordering import StreamOrder
+from blocktable.errors import ConfigError
+from blocktable.protocols import CHANGES_HEADER, Batch
+
+STAGING_VARIABLE = "BLOCKTABLE_STAGING"
+STAGING_MODES = ("auto", "params", "mapped", "copy")
+
+INPUTS = ("positions", "idx_mapping", "query_start_loc", "num_computed_tokens", "seq_lens")
+"""The arrays of a batch; first the one of 8-byte entries."""
+
+
+def staging_mode() -> str:
+    """Return how changes shall travel, from the environment: "auto" unless BLOCKTABLE_STAGING says otherwise."""
+    mode = os.environ.get(STAGING_VARIABLE, "auto")
+    if mode not in STAGING_MODES:
+        raise ConfigError(f"{STAGING_VARIABLE} must be one of {', '.join(STAGING_MODES)}; got {mode!r}.")
+    return mode
+
+
+def steady_entries(config: BlockTableConfig) -> int:
+    """Return the int32 entries of the largest commit that must not allocate, packed.
+
+    One new block for every row and group, a filled count beside each, and one full row for every group (R9).
+    """
+    arena = config.arena
+    appended = sum(2 + group.blocks_per_kv_block for group in config.groups) * arena.num_rows
+    counts = 2 * arena.num_groups * arena.num_rows
+    return CHANGES_HEADER + appended + counts + sum(4 + width for width in arena.widths)
+
+
+class StepMarks:
+    """Completion marks without events: a kernel of each fused step writes the step's number where the host reads it.
+
+    Recording an event would cost as much as the launch, and a wait here is a look at memory.
+
+    Args:
+        block: [>= 2 entries]; its memory holds the number.
+    """
+
+    def __init__(self, block: HostBlock) -> None:
+        self._block = block  # owns the memory
+        self.address: int = block.address
+        self._shown = block.host[:2].view(np.int64)
+        self._shown[0] = 0
+        self._last = self._seen = 0
+
+    def next(self) -> int:
+        """Return the number of a step that is about to be launched; counted from 1."""
+        self._last += 1
+        return self._last
+
+    def wait(self, mark: int, order: StreamOrder) -> None:
+        """Wait until the device has finished the step of that number.
+
+        Args:
+            mark: the number.
+            order: asked every second whether the device has failed and will never write it.
+        """
+        if mark <= self._seen:  # most often: the device is many steps further
+            return
+        spins, last_check = 0, time.monotonic()
+        while self._shown[0] < mark:
+            spins += 1
+            if spins > 100:  # the first microseconds without giving the processor away
+                time.sleep(20e-6)
+                if time.monotonic() - last_check > 1:
+                    order.check()
+                    last_check = time.monotonic()
+        self._seen = int(self._shown[0])
+
+
+class StagingRing:
+    """Blocks that are lent in turn, each again only when the device has finished with it.
+
+    Args:
+        driver: the device.
+        entries: int32 entries of a block.
+        num_blocks: calls that may be in flight.
+        marks: completion marks of fused steps; numbers given to `release` are theirs, all else the driver's.
+        order: the streams of the table.
+    """
+
+    def __init__(
+        self, driver: Driver, entries: int, num_blocks: int, marks: StepMarks | None, order: StreamOrder
+    ) -> None:
+        self._driver, self._step_marks, self._order = driver, marks, order
+        self.entries: int = entries
+        self._blocks = [driver.host_block(entries) for _ in range(num_blocks)]
+        self._marks: list[Any] = [None] * num_blocks
+        self._next = 0
+
+    def acquire(self) -> HostBlock:
+        """Return the next block; waits where the work that used it last is unfinished."""
+        mark = self._marks[self._next]
+        if mark is not None:
+            if isinstance(mark, int) and self._step_marks is not None:
+                self._step_marks.wait(mark, self._order)
+            else:
+                self._driver.wait(mark)
+            self._marks[self._next] = None
+        return self._blocks[self._next]
+
+    def release(self, mark: Any) -> None:
+        """Say that the block is in use until `mark` (None: not at all), and go on to the next one."""
+        if mark is not None:
+            self._marks[self._next] = mark
+            self._next = (self._next + 1) % len(self._blocks)
+
+
+def is_host_array(array: Any) -> bool:
+    """Say whether an array lies in the host's memory and must be staged; arrays of an emulated device do not."""
+    return isinstance(array, np.ndarray) and not isinstance(array, DeviceArray)
+
+
+def has_host_arrays(batch: Batch) -> bool:
+    """Say whether any input of a batch must be staged."""
+    return any(is_host_array(getattr(batch, name)) for name in INPUTS)
+
+
+def staged_entries(batch: Batch) -> int:
+    """Return the int32 entries that the host arrays of a batch take."""
+    arrays = (getattr(batch, name) for name in INPUTS)
+    return sum(array.nbytes // 4 for array in arrays if is_host_array(array))
+
+
+def place_inputs(batch: Batch, driver: Driver, block: HostBlock | None) -> tuple[dict[str, int], int]:
+    """Return the address of each input that is given, and how many entries of the block are used.
+
+    Args:
+        batch: the inputs.
+        driver: the device.
+        block: where host arrays go. None: there are none.
+    """
+    addresses: dict[str, int] = {}
+    used = 0
+    for name in INPUTS:
+        array = getattr(batch, name)
+        if array is None:
+            continue
+        if block is None or not is_host_array(array):
+            addresses[name] = driver.address(array)
+            continue
+        entries = array.view(np.int32)
+        block.host[used : used + entries.size] = entries
+        addresses[name] = block.address + 4 * used
+        used += entries.size
+    return addresses, used

@@ -1,0 +1,300 @@
+"""The memory of one table on a device: a block store and a slot mapper in one, over a driver and its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from blocktable.config import BlockTableConfig
+from blocktable.constants import NULL_BLOCK_ID, PAD_SLOT_ID
+from blocktable.device.driver import Driver, HostBlock
+from blocktable.device.fused import FusedStep
+from blocktable.device.launches import NO_CHANGES, Inputs, Launches, run
+from blocktable.device.ordering import StreamOrder, refuse_capture
+from blocktable.device.signatures import INT32_MAX
+from blocktable.device.staging import (
+    StagingRing,
+    StepMarks,
+    has_host_arrays,
+    place_inputs,
+    staged_entries,
+    staging_mode,
+    steady_entries,
+)
+from blocktable.layouts import Layout
+from blocktable.protocols import CHANGES_HEADER, Array, Batch, ExportBuffers, IntArray, StepBuffers, Writes
+
+LARGEST_OFFSET = INT32_MAX
+"""Packed changes count entries in int32: a commit of a larger arena is cut into pieces."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceBuffers(StepBuffers):
+    """Outputs, and what they are views of.
+
+    Attributes:
+        batch: [arena.size + 2 + num_groups * max_num_reqs] int32. The batch tables and how many columns each row holds,
+            laid out as the arena; then how many rows the last batch had, and the fused step's copy of these counts.
+        slots: [num_groups * max_num_batched_tokens] of the slot dtype.
+        fused: the fused step over them. None: steps are separate launches.
+    """
+
+    batch: Array
+    slots: Array
+    fused: FusedStep | None
+
+
+class DeviceStore:
+    """One table on a device.
+
+    Args:
+        config: the geometry.
+        driver: the device.
+        has_fused_step: whether a step may be one graph.
+    """
+
+    def __init__(self, config: BlockTableConfig, driver: Driver, *, has_fused_step: bool) -> None:
+        self.config = config
+        self.driver = driver
+        self._has_fused_step = has_fused_step
+        self.arena: Array = driver.full(config.arena.size, NULL_BLOCK_ID, "int32")
+        self._launches = Launches(config, driver, self.arena, by_value=staging_mode() in ("auto", "params"))
+        self._order = StreamOrder(driver)
+        self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
+        self._last_mark: Array = driver.full(1, 0, "int64")
+        self._changes = StagingRing(driver, steady_entries(config), config.steps_in_flight, self._marks, self._order)
+        # gather and compute_slot_mappings take a block each.
+        entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
+        self._inputs = StagingRing(driver, entries, 2 * config.steps_in_flight, None, self._order)
+        self._lent: tuple[HostBlock, int] | None = None
+        # A kernel may be loaded at its first launch, which must not be inside a capture.
+        run([self._launches.apply_changes(0, NO_CHANGES)], driver.stream(None))
+        driver.synchronize()  # the fills ran on whatever stream was current
+
+    def table(self, group: int) -> Array:
+        """Return a group's rows, or with -1 the filled counts, without a copy."""
+        with self.driver.current():  # a library may make a view only where its device is current
+            return self.config.arena.view(self.arena, group)
+
+    # Outputs.
+
+    def create_buffers(self) -> DeviceBuffers:
+        """Return a new set of outputs, filled with NULL and PAD."""
+        arena, driver, num_tokens = self.config.arena, self.driver, self.config.max_num_batched_tokens
+        with driver.current():
+            batch = driver.full(arena.size + 2 + arena.num_groups * arena.num_rows, NULL_BLOCK_ID, "int32")
+            slots = driver.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
+            driver.synchronize()
+            fused = None
+            if self._has_fused_step and self._marks is not None:
+                marks = (driver.address(self._last_mark), self._marks.address)
+                fused = FusedStep(self._launches, driver, driver.address(batch), driver.address(slots), *marks)
+            return DeviceBuffers(
+                block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
+                slot_mappings=tuple(slots[g * num_tokens : (g + 1) * num_tokens] for g in range(arena.num_groups)),
+                batch=batch,
+                slots=slots,
+                fused=fused,
+            )
+
+    def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
+        """Fill a set with NULL and PAD again, trusting nothing it held (R24)."""
+        assert isinstance(out, DeviceBuffers)
+        with self.driver.current():
+            native, is_capturing = self._order.enter(stream)
+            refuse_capture(is_capturing, "A commit after invalidate()")
+            self.driver.fill(out.batch, NULL_BLOCK_ID, native)
+            self.driver.fill(out.slots, PAD_SLOT_ID, native)
+
+    # Changes.
+
+    def lend(self, stream: int | None) -> IntArray:
+        """Return [n] int32 of memory for packed changes, which the next `commit` or `step` on this stream sends.
+
+        Waits where all of it is in use (R9).
+
+        Raises:
+            BlockTableError: the stream is capturing, or may not be changed.
+        """
+        native, is_capturing = self._order.enter(stream)
+        refuse_capture(is_capturing, "A commit")
+        block = self._changes.acquire()
+        self._lent = block, native
+        return block.host
+
+    def commit(self, used: int, *, stream: int | None) -> None:
+        """Send the changes that were packed into what `lend` returned. used: their int32 entries; 0: there are none."""
+        if not used:
+            return
+        assert self._lent is not None
+        block, native = self._lent
+        with self.driver.current():
+            launch = self._launches.apply_changes(block.address, block.host[:CHANGES_HEADER].tolist())
+            by_value = self._launches.apply_by_value(block.host_address, used, launch)
+            if by_value is not None:
+                run([by_value], native)  # the block is free already: a launch keeps its parameters
+            else:
+                self.driver.send(block, used, native)
+                run([launch], native)
+                self._changes.release(self.driver.mark(native))
+
+    def write(self, writes: Writes, *, stream: int | None) -> None:
+        """Send changes of any size; more than the ring holds may allocate and wait (R9)."""
+        with self.driver.current():
+            native, is_capturing = self._order.enter(stream)
+            refuse_capture(is_capturing, "A commit")
+            for first_entry, piece in writes.split_at(LARGEST_OFFSET):
+                block = self._changes.acquire()
+                used = piece.pack_changes(block.host)
+                if used:
+                    self._scatter(block, used, first_entry, native)
+                    self._changes.release(self.driver.mark(native))
+                else:
+                    self._write_large(piece, first_entry, native)
+
+    def _write_large(self, writes: Writes, first_entry: int, stream: int) -> None:
+        long_ranges, rest = writes.split_long()
+        for start, values in long_ranges:  # most of a table, at start-up or wake-up: no scatter needed
+            first = first_entry + start
+            self.driver.copy_in(values, self.arena[first : first + values.size], stream)
+        if rest.num_ranges:
+            block = self.driver.host_block(rest.most_packed_entries)
+            self._scatter(block, rest.pack_changes(block.host), first_entry, stream)
+            self.driver.wait(self.driver.mark(stream))
+
+    def _scatter(self, block: HostBlock, used: int, first_entry: int, stream: int) -> None:
+        self.driver.send(block, used, stream)
+        counts = block.host[:CHANGES_HEADER].tolist()
+        run([self._launches.apply_changes(block.address, counts, first_entry=first_entry)], stream)
+
+    # Steps.
+
+    def step(self, used: int, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        """Do a whole step; inside a foreign capture by the plain kernels (R21).
+
+        Args:
+            used: int32 entries of the changes that were packed into what `lend` returned for this stream; 0: none.
+            batch: the inputs.
+            out: a set of outputs.
+            stream: as `gather`.
+        """
+        if self.driver.is_current():
+            self._step(used, batch, out, stream)
+            return
+        with self.driver.current():
+            self._step(used, batch, out, stream)
+
+    def _step(self, used: int, batch: Batch, out: StepBuffers, stream: int | None) -> None:
+        assert isinstance(out, DeviceBuffers)
+        fused, lent = out.fused, self._lent
+        assert fused is not None
+        if used:
+            assert lent is not None
+            native = lent[1]
+        else:
+            native, is_capturing = self._order.enter(stream)
+            if is_capturing:
+                self._plain_step(batch, out, native)
+                return
+        staged = None
+        if batch is not fused.batch:
+            inputs, staged = self._place(batch, native, is_capturing=False)
+            fused.set_batch(batch, inputs, keep=staged is None)
+        if lent is None or not used:
+            fused.run(native)
+        else:
+            mark = fused.run_with_changes(lent[0], used, self._marks, native)
+            self._changes.release(mark)
+        if staged is not None:
+            self._release(staged, native)
+
+    def _plain_step(self, batch: Batch, out: DeviceBuffers, stream: int) -> None:
+        inputs, staged = self._place(batch, stream, is_capturing=True)
+        assert staged is None
+        if batch.wants_tables:
+            run(self._launches.gather(inputs, batch, self.driver.address(out.batch)), stream)
+        num_slots = self.config.max_num_batched_tokens
+        run(self._launches.map_slots(inputs, batch, self.driver.address(out.slots), num_slots, num_slots), stream)
+
+    def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
+        """Write the batch view of every group (R10, R11)."""
+        assert isinstance(out, DeviceBuffers)
+        with self.driver.current():
+            native, is_capturing = self._order.enter(stream)
+            inputs, staged = self._place(batch, native, is_capturing=is_capturing)
+            run(self._launches.gather(inputs, batch, self.driver.address(out.batch)), native)
+            self._release(staged, native)
+
+    def compute_slot_mappings(self, batch: Batch, out: Sequence[Array], *, stream: int | None) -> None:
+        """Write the slot of every token for every group, in one launch where the arrays lie equally far apart."""
+        driver = self.driver
+        starts = [driver.address(slots) for slots in out]
+        lengths = [length_of(slots) for slots in out]
+        distance = starts[1] - starts[0] if len(out) > 1 else 0
+        stride, rest = divmod(distance, np.dtype(self.config.slot_dtype).itemsize)
+        is_regular = rest == 0 and all(
+            start == starts[0] + group * distance and length == lengths[0]
+            for group, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        )
+        with driver.current():
+            native, is_capturing = self._order.enter(stream)
+            inputs, staged = self._place(batch, native, is_capturing=is_capturing)
+            if is_regular:
+                run(self._launches.map_slots(inputs, batch, starts[0], stride, lengths[0]), native)
+            else:
+                for group, (start, length) in enumerate(zip(starts, lengths, strict=True)):  # a caller's own arrays
+                    run(self._launches.map_slots(inputs, batch, start, 0, length, group=group), native)
+            self._release(staged, native)
+
+    # Exports.
+
+    def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
+        """Write a batch in a layout (R25-R31)."""
+        with self.driver.current():
+            native, is_capturing = self._order.enter(stream)
+            inputs, staged = self._place(batch, native, is_capturing=is_capturing)
+            run(self._launches.export(layout, inputs, batch, out), native)
+            self._release(staged, native)
+
+    def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
+        """Fill the entries with the layout's null, and all else but the members with 0 (R24)."""
+        with self.driver.current():
+            native, is_capturing = self._order.enter(stream)
+            refuse_capture(is_capturing, "A commit after invalidate()")
+            if out.entries is not None:
+                self.driver.fill(out.entries, out.layout.null, native)
+            for array in (out.counts, out.indptr, out.last_page_lens, out.lengths, out.mapped):
+                if array is not None:
+                    self.driver.fill(array, 0, native)
+
+    # Inputs.
+
+    def _place(self, batch: Batch, stream: int, *, is_capturing: bool) -> tuple[Inputs, tuple[HostBlock, bool] | None]:
+        """Return a batch's arrays as addresses; host arrays are staged, in the block that is returned."""
+        if not has_host_arrays(batch):
+            return self._launches.inputs(place_inputs(batch, self.driver, None)[0]), None
+        refuse_capture(is_capturing, "A step over host arrays")
+        entries = staged_entries(batch)
+        is_large = entries > self._inputs.entries  # longer `out=` arrays than the table's own: it may allocate and wait
+        block = self.driver.host_block(entries) if is_large else self._inputs.acquire()
+        addresses, used = place_inputs(batch, self.driver, block)
+        self.driver.send(block, used, stream)
+        return self._launches.inputs(addresses), (block, is_large)
+
+    def _release(self, staged: tuple[HostBlock, bool] | None, stream: int) -> None:
+        """Say that everything that reads staged arrays is launched."""
+        if staged is None:
+            return
+        mark = self.driver.mark(stream)
+        if staged[1]:
+            self.driver.wait(mark)
+        else:
+            self._inputs.release(mark)
+
+
+def length_of(array: Array) -> int:
+    """Return the entries of an array; one of another library may say its shape by its interface alone."""
+    shape = getattr(array, "shape", None)
+    return int((array.__cuda_array_interface__["shape"] if shape is None else shape)[0])
