@@ -193,16 +193,27 @@ class ExportSets:
         views = self._tables.setdefault(buffers, {})
         key = (layout, groups, id(tables))  # of a tuple that is kept beside its export, so the number stays its own
         if key not in views:
-            check_block_size(self._config.groups[groups[0]], [layout])
             if len(views) >= MAX_CACHED_EXPORTS:
                 views.clear()
             views[key] = (tables, Export(layout, tuple(shaped(tables[group], layout) for group in groups)))
         return views[key][1]
 
-    def check_own(self, out: Any) -> None:
-        """Refuse buffers that this table did not make."""
-        if not isinstance(out, ExportBuffers) or out not in self._views:
+    def is_batch_table(self, layout: Layout, groups: tuple[int, ...]) -> bool:
+        """Say whether a set's own batch table is what the layout asks for, of groups that may be exported so (R26)."""
+        if not is_batch_table(self._config, layout, groups):
+            return False
+        check_block_size(self._config.groups[groups[0]], [layout])
+        return True
+
+    def check_own(self, out: ExportBuffers, layout: Layout, groups: tuple[int, ...]) -> None:
+        """Refuse buffers that this table did not make, or made for something else."""
+        if out not in self._views:
             raise ArgumentError("out must be what this table's create_export() or create_buffers() made.")
+        if (out.layout, out.groups) != (layout, groups):
+            raise ArgumentError(
+                f"out was made for layout {out.layout.name!r} of groups {out.groups}, not for {layout.name!r} of "
+                f"groups {groups}."
+            )
 
     def create(self, layout: Layout, groups: tuple[int, ...], capacity: int | None) -> ExportBuffers:
         """Allocate one set, and compile what writes it."""

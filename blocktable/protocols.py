@@ -222,6 +222,12 @@ class Writes:
         return rows.astype(np.int32), columns.astype(np.int32)
 
 
+def no_writes(arena: Arena) -> Writes:
+    """Return the changes of a commit of nothing."""
+    nothing = np.empty(0, np.int64)
+    return Writes(arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32))
+
+
 @dataclass(frozen=True, eq=False)
 class StepBuffers:
     """One set of outputs. Addresses and strides never change; callers only read (R17).
