@@ -23,6 +23,7 @@ from blocktable.config import BlockTableConfig
 from blocktable.constants import PAD_SLOT_ID
 from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError, UnsupportedError
 from blocktable.exports import Export, ExportSets, is_batch_table, require_seq_lens
+from blocktable.host_path import HostPath, make_rows
 from blocktable.layouts import Layout, check_block_size, find_layout
 from blocktable.metadata import Layouts, MetadataPlan, StepMetadata, layouts_per_group, make_metadata, make_plan
 from blocktable.protocols import (
@@ -38,7 +39,6 @@ from blocktable.protocols import (
     Writes,
 )
 from blocktable.registry import check_backend, get_backend
-from blocktable.rows import HostRows
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class BlockTable:
         self._last_array: Array | None = None
         self._current_stream: Callable[[], int | None] = current_stream_getter(None)
         self._has_windows = any(group.sliding_window is not None for group in config.groups)
-        self._rows = HostRows(config)
+        self._rows: HostPath = make_rows(config)
         self._is_invalid = False
         self._plan = _Plan()
         self.num_bytes_sent: int = 0
@@ -370,7 +370,7 @@ class BlockTable:
         handle = self._stream(stream, None)
         writes = self._begin_commit(handle)
         self.store.write(writes, stream=handle)  # of nothing too: on a capturing stream it must raise (R21)
-        self._end_commit(writes)
+        self._end_commit()
 
     def gather(
         self,
@@ -482,11 +482,11 @@ class BlockTable:
         writes = self._begin_commit(handle)
         if self._fused_step is not None:
             self._fused_step(writes, batch, buffers, stream=handle)
-            self._end_commit(writes)
+            self._end_commit()
         else:
             if writes.num_ranges:
                 self.store.write(writes, stream=handle)
-            self._end_commit(writes)
+            self._end_commit()
             if batch.wants_tables:
                 self.store.gather(batch, buffers, stream=handle)
             self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=handle)
@@ -759,11 +759,10 @@ class BlockTable:
             self._exports.reset(stream)
         return self._rows.writes()
 
-    def _end_commit(self, writes: Writes) -> None:
+    def _end_commit(self) -> None:
         """Forget what the store has taken; until then it stays pending."""
-        self._rows.journal.clear()
+        self.num_bytes_sent += self._rows.committed()
         self._is_invalid = False
-        self.num_bytes_sent += writes.num_bytes
 
     def _stream(self, stream: Any, array: Array | None) -> int | None:
         if not self._has_streams:
@@ -1007,7 +1006,7 @@ class BlockTable:
         Rules: R5, R9.
         """
         pending = np.zeros(self.config.arena.size, np.bool_)
-        offsets, lengths = self._rows.journal.merge()
+        offsets, lengths = self._rows.pending_ranges()
         for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
             pending[offset : offset + length] = True
         for group in range(-1, len(self.config.groups)):
