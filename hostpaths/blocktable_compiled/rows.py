@@ -16,46 +16,46 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 LATE_STEPS, MAX_LATE = 8, 1 << 16
 """Appends of one block to every row and group that the mirror may be behind, and the most entries of them."""
 
+NOT_NOTED = -1
+"""No size of a journal."""
+
 IntArray = npt.NDArray[Any]
 
 
 class CompiledJournal(Journal):
     """A journal that knows whether it is merged, and the values of a lone compiled append.
 
-    Those values spare the commit a look at rows of the mirror that lie far apart.
+    Those values spare the commit a look at rows of the mirror that lie far apart. What is noted of a `size` no longer
+    holds when the journal has grown: single operations pay nothing for it.
 
     Attributes:
-        values: [capacity] int32. Where `knows_values`: the value of each range of one entry after the filled counts.
-        knows_values: whether only one compiled append was noted since the last commit.
-        is_merged: whether the ranges are disjoint and ascending.
-        num_values: where `is_merged`: entries of all ranges.
+        merged_size: the size at which the ranges are disjoint and ascending. NOT_NOTED: none.
+        num_values: entries of all ranges at `merged_size`.
+        known_size: the size at which `values` hold: only one compiled append was noted since the last commit.
+        values: [capacity] int32. The value of each range of one entry after the filled counts.
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.values: IntArray = np.empty(capacity, np.int32)
-        self.knows_values: bool = False
-        self.is_merged: bool = True
+        self.merged_size: int = 0
         self.num_values: int = 0
+        self.known_size: int = NOT_NOTED
 
     def clear(self) -> None:
-        self.size = self.num_values = 0
-        self.knows_values = False
-        self.is_merged = True
-
-    def mark(self, offsets: IntArray, lengths: IntArray) -> None:
-        super().mark(offsets, lengths)
-        self.knows_values = self.is_merged = False
+        self.size = self.merged_size = self.num_values = 0
+        self.known_size = NOT_NOTED
 
     def make_room(self, num_ranges: int) -> None:
         super().make_room(num_ranges)
         self.values = np.empty(self.offsets.size, np.int32)
 
     def merge(self) -> tuple[IntArray, IntArray]:
-        if not self.is_merged:
-            self.size, self.num_values, is_in_place = functions.merge(self.offsets, self.lengths, self.size)
-            self.knows_values = self.knows_values and is_in_place
-            self.is_merged = True
+        if self.merged_size != self.size:
+            size, self.num_values, is_in_place = functions.merge(self.offsets, self.lengths, self.size)
+            if self.known_size != self.size or not is_in_place:
+                self.known_size = NOT_NOTED
+            self.size = self.merged_size = size
         return self.offsets[: self.size], self.lengths[: self.size]
 
 
@@ -157,12 +157,12 @@ class CompiledRows(NumpyRows):
         elif self._num_late:
             self._catch_up()
         self._late_per_call = size
-        # Without an expansion each of its ranges of one column is one id, and its value was noted.
         is_first = journal.size == 0
-        journal.knows_values = is_first and not self._expands
-        journal.is_merged = is_first and bool(result & functions.IS_MERGED)
-        journal.num_values = result >> functions.VALUES_SHIFT
         journal.size = result >> functions.SIZE_SHIFT & functions.SIZE_MASK
+        # Without an expansion each of its ranges of one column is one id, and its value was noted.
+        journal.known_size = journal.size if is_first and not self._expands else NOT_NOTED
+        journal.merged_size = journal.size if is_first and result & functions.IS_MERGED else NOT_NOTED
+        journal.num_values = result >> functions.VALUES_SHIFT
         return True
 
     def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
@@ -177,33 +177,31 @@ class CompiledRows(NumpyRows):
             return False
         if self._num_late:
             self._catch_up()
-        journal = self.journal
         self._stamp += 1
-        size: int = functions.truncate(rows, num_blocks, self._addresses(), self._stamp, journal.size)
+        size: int = functions.truncate(rows, num_blocks, self._addresses(), self._stamp, self.journal.size)
         if size < 0:
             return False
-        if size != journal.size:
-            journal.knows_values = journal.is_merged = False
-        journal.size = size
+        self.journal.size = size
         return True
 
     @property
     def has_changes(self) -> bool:
         journal = self.journal
-        return journal.size > 0 and (journal.is_merged or super().has_changes)
+        return journal.size > 0 and (journal.merged_size == journal.size or super().has_changes)
 
     def pack_changes(self, block: IntArray) -> int:
         journal = self.journal
-        if not journal.is_merged:
+        if journal.merged_size != journal.size:
             journal.merge()
         if not journal.size:
             return 0
         if journal.num_values > self._most_packed:
             return -1
-        if self._num_late and not journal.knows_values:
+        knows_values = journal.known_size == journal.size
+        if self._num_late and not knows_values:
             self._catch_up()
         self._num_bytes = 12 * journal.size + 4 * journal.num_values  # as `Writes.num_bytes` counts
-        used: int = functions.pack_changes(self._addresses(), journal.knows_values, journal.size, block)
+        used: int = functions.pack_changes(self._addresses(), knows_values, journal.size, block)
         return used
 
     def _catch_up(self) -> None:
