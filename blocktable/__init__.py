@@ -18,6 +18,7 @@ from blocktable.errors import (
     UnsupportedError,
 )
 from blocktable.exports import Export
+from blocktable.inspection import SlotLocation
 from blocktable.layouts import LAYOUTS, Layout, WidthPlan, plan_width
 from blocktable.metadata import GroupMetadata, StepMetadata
 from blocktable.protocols import (
@@ -35,7 +36,7 @@ from blocktable.protocols import (
 )
 from blocktable.registry import BackendInfo, get_backend, list_backends
 from blocktable.streams import address_of, stream_handle
-from blocktable.table import BlockTable, SlotLocation
+from blocktable.table import BlockTable
 
 __version__ = "0.1.0"
 

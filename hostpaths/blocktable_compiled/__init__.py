@@ -3,16 +3,3 @@
 Optional, and used where Numba is installed. Each function does all its checks before it changes anything and says no
 where anything is out of the ordinary; the numpy path then does the work, or raises the sentence that explains.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-__all__ = ["load"]
-
-
-def load() -> Any:
-    """Import Numba and return the module of compiled functions."""
-    from blocktable_compiled import functions
-
-    return functions

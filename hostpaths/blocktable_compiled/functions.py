@@ -246,12 +246,15 @@ def truncate(
 
 
 @njit(cache=True, nogil=True)
-def merge(state, size):
+def merge(
+    offsets,  # [..] int64, a journal, written
+    lengths,  # [..] int64
+    size,  # ranges in the journal
+):
     """Make the journal disjoint and ascending, in place.
 
     Returns its new size, the entries of all ranges, and whether every range has stayed where it was.
     """
-    offsets, lengths = _int64s(state, OFFSETS, state[JOURNAL_SIZE]), _int64s(state, LENGTHS, state[JOURNAL_SIZE])
     kept, total = 0, 0
     ascending = True
     end = np.int64(-1)
@@ -292,7 +295,7 @@ def _is_null(mirror, offset, length):
 
 @njit(cache=True, nogil=True)
 def pack_changes(state, knows_values, size, block):
-    """As `Writes.pack_changes`, straight from the journal, which is merged: the entries used; 0: no room.
+    """As `Writes.pack_changes`, straight from the journal, which is merged: the entries used; REFUSED: no room.
 
     knows_values: the journal's own values hold for its ranges of one entry behind the filled counts. Else no entry is
     late.
@@ -313,7 +316,7 @@ def pack_changes(state, knows_values, size, block):
             values += lengths[i]
     end = CHANGES_HEADER + 2 * (singles + num_ranges + nulls) + values
     if end > block.size:
-        return 0
+        return REFUSED
     block[0], block[1], block[2], block[3], block[4] = singles, num_ranges, values, nulls, null_entries
     single = CHANGES_HEADER
     ranged = single + 2 * singles

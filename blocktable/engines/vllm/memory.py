@@ -81,7 +81,8 @@ def choose_backend(name: str | None, device: Any) -> Any:
     """
     is_host = device.type == "cpu"
     backend = get_backend(name or ("numpy" if is_host else "triton"))
-    if is_host == ("streams" in backend.capabilities):
+    runs_on_host = "streams" not in backend.capabilities or getattr(backend, "is_emulated", False)
+    if is_host != runs_on_host:
         where = "the CPU" if is_host else f"a device of type {device.type!r}"
         raise ConfigError(
             f"The table is to be on {where}, where backend {backend.name!r} does not run; choose another one by "

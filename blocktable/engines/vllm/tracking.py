@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from blocktable.device.staging import steady_entries
 from blocktable.engines.vllm.buffers import TrackedBuffer
 from blocktable.engines.vllm.memory import copy_rows
 from blocktable.engines.vllm.state import State
 from blocktable.errors import RowCapacityError
-from blocktable.host_path import compiled_host_path
-from blocktable.protocols import IntArray, Writes, ranges
+from blocktable.host_path import compiled_append
+from blocktable.protocols import CHANGES_HEADER, IntArray, Writes, ranges
 from blocktable.rows import Journal
-from blocktable.staging import staged_entries, steady_entries
 
 MAX_MARKS, MAX_SHOWN = 1 << 15, 64
 
@@ -62,11 +62,11 @@ class TrackedState(State):
         self._indices = np.arange(self._num_rows)
         self._ones = np.ones(self._num_counts, np.int64)
         self._tables = np.hstack(columns)
-        self._compiled: Any = compiled_host_path()
-        if self._compiled is not None:  # now, and not in the first step that appends
+        self._append_equally = compiled_append()
+        if self._append_equally is not None:  # now, and not in the first step that appends
             longs = np.zeros(0, np.int64)
             for lengths in (longs, NO_VALUES):
-                self._compiled.append_equally(
+                self._append_equally(
                     *(longs, longs, NO_VALUES, self._tables, 1, NO_VALUES, longs, lengths, NO_VALUES, 0)
                 )
         self._is_in_order = False  # whether the journal is disjoint and ascending as it is
@@ -181,10 +181,10 @@ class TrackedState(State):
 
     def _append_compiled(self, rows: IntArray, counts: IntArray, ids: IntArray) -> bool:
         """Append in one compiled call; False with nothing changed: there is none, or the journal is full."""
-        if self._compiled is None:
+        if self._append_equally is None:
             return False
         journal, mirror = self._journal, self.host.mirror
-        size: int = self._compiled.append_equally(
+        size = self._append_equally(
             *(rows, counts, ids, self._tables, self._num_rows, mirror),
             *(journal.offsets, journal.lengths, NO_VALUES, journal.size),
         )
@@ -424,7 +424,7 @@ class TrackedState(State):
     def _commit_queue(self, n: int) -> bool:
         """Commit where queued appends are all that has changed, as in decode; False with nothing done: they are not."""
         if (
-            self._compiled is None
+            self._append_equally is None
             or not self._queued_rows
             or self._journal.size
             or self._marks
@@ -436,12 +436,12 @@ class TrackedState(State):
             return False
         num_ranges = 2 * len(self._queued_rows) * self._num_groups
         num_values = num_ranges // 2 + sum(self._queued_counts) * self._columns_per_block
-        if num_values > self._values.size or staged_entries(num_ranges, num_values) > self._most_staged:
+        if num_values > self._values.size or CHANGES_HEADER + 2 * num_ranges + num_values > self._most_staged:
             return False
         rows, counts, ids = self._take_queue()
         offsets, lengths = self._offsets[:num_ranges], self._lengths[:num_ranges]
         values = self._values[:num_values]
-        self._compiled.append_equally(
+        self._append_equally(
             *(rows, counts, ids, self._tables, self._num_rows, self.host.mirror, offsets, lengths, values, 0)
         )
         try:
@@ -546,7 +546,7 @@ class TrackedState(State):
         """Cut ranges into parts that a store stages without a wait (R9)."""
         cost = lengths + RANGE_ENTRIES
         most = self._most_staged // 2 - RANGE_ENTRIES  # of one piece: a part may go beyond it by another piece
-        if cost.sum() <= self._most_staged:
+        if CHANGES_HEADER + cost.sum() <= self._most_staged:
             if offsets.size:
                 yield offsets, lengths
             return
