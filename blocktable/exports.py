@@ -241,7 +241,7 @@ class ExportSets:
             entries=None if shape is None else make((len(groups), *shape), layout.null, layout.dtype),
             indptr=make((rows + 1,)) if is_csr else None,
             last_page_lens=make((rows,)) if is_csr else None,
-            lengths=None if layout.kind in ("state", "placeholder") else make((rows,)),
+            lengths=make((rows,)) if is_csr or layout.kind == "lengths" else None,
             mapped=make((len(groups), rows, width)) if layout.kind == "inverse_map" else None,
         )
         self._views[out] = {}
@@ -281,16 +281,16 @@ class ExportSets:
 
     def _make_view(self, out: ExportBuffers, num_rows: int) -> Export:
         entries: tuple[Array, ...] = ()
-        is_csr = out.indptr is not None
         if out.entries is not None:
             whole = tuple(out.entries[index] for index in range(len(out.groups)))
+            is_csr = out.indptr is not None
             entries = whole if is_csr else tuple(shaped(array[:num_rows], out.layout) for array in whole)
         return Export(
             out.layout,
             entries,
             None if out.indptr is None else out.indptr[: num_rows + 1],
             None if out.last_page_lens is None else out.last_page_lens[:num_rows],
-            out.lengths[:num_rows] if out.lengths is not None and (is_csr or out.layout.kind == "lengths") else None,
+            None if out.lengths is None else out.lengths[:num_rows],
         )
 
 

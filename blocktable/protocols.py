@@ -278,8 +278,7 @@ class ExportBuffers:
             [num_groups, max_num_reqs], which is the same memory.
         indptr: "csr", "token_csr": [max_num_reqs + 1] int32. First entry of each request, and their number.
         last_page_lens: "csr", "token_csr": [max_num_reqs] int32. Tokens in each request's last kernel block.
-        lengths: all but "state": [max_num_reqs] int32. Tokens of each request that this rank holds, where `seq_lens` is
-            given.
+        lengths: "csr", "token_csr", "lengths": [max_num_reqs] int32. Tokens of each request that this rank holds.
         mapped: "inverse_map": [num_groups, max_num_reqs, width] int32, the backend's own. The blocks in the map.
     """
 

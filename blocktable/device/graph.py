@@ -34,7 +34,7 @@ class KernelArguments:
         self._has_structure = layout.startswith("S")
         packed = layout.removeprefix("S")
         self._pack = struct.Struct("@" + packed).pack_into
-        memory = np.zeros(struct.calcsize("@" + packed), np.uint8)
+        memory: Any = np.zeros(struct.calcsize("@" + packed), np.uint8)
         self._memory = memoryview(memory)
         start: int = memory.ctypes.data
         places = [

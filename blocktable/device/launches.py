@@ -64,6 +64,7 @@ class Launches:
         self._groups = driver.upload(config.group_fields().reshape(-1))
         self._identity = driver.upload(np.arange(config.max_num_reqs, dtype=np.int32))
         self._zeros = driver.full(config.max_num_reqs, 0, "int32")
+        self._unwanted = driver.full(config.max_num_reqs, 0, "int32")  # where lengths go that an export does not have
         self._groups_address, self._arena_address = driver.address(self._groups), driver.address(arena)
         self._absent = Inputs(0, driver.address(self._identity), 0, *2 * (driver.address(self._zeros),))
         self.has_step_batch: bool = "step_batch" in driver.variants
@@ -211,7 +212,7 @@ class Launches:
         if kind == "state":
             columns = (STATE_COLUMNS[layout.state_columns], layout.num_columns, layout.null, entries)
             return [self.launch("gather_state_indices", (*source, *columns), layout.dtype)]
-        unit = COUNT_UNITS[kind]
+        unit, lengths = COUNT_UNITS[kind], lengths or address(self._unwanted)
         launches = [self.launch("count_entries", (*source, out.width, unit, counts, lengths))]
         if kind in ("table", "kv_offsets"):
             values = (layout.null, layout.entry_scale, int(kind == "kv_offsets"), layout.value_offset, entries)
