@@ -14,11 +14,20 @@ from blocktable import (
     Batch,
     BlockTableConfig,
     ExportBuffers,
+    KVCacheGroup,
     Layout,
     StepBuffers,
     Writes,
 )
-from blocktable_numpy.exports import NumpyExports
+from blocktable_numpy.exports import (
+    clear_inverse_map,
+    count_entries,
+    gather_state_indices,
+    start_requests,
+    write_indices,
+    write_inverse_map,
+    write_table,
+)
 from blocktable_numpy.kernels import Ints, Shown, gather_block_tables, null_stale_columns, scatter_writes
 
 
@@ -52,11 +61,12 @@ class NumpyBlockStore:
         self.filled: Ints = self.table(-1)
         group_starts, widths = np.array(arena.group_offsets)[:, None], np.array(arena.widths)[:, None]
         self.row_starts: Ints = group_starts + widths * np.arange(arena.num_rows)
+        # [num_groups] int64.
+        self._blocks_per_kv_block: Ints = np.array([group.blocks_per_kv_block for group in config.groups])
         self._bounds: Ints = np.append(self.row_starts, arena.size)  # filled counts end at the first, a row at the next
         # Of each row's columns: how many writes changed some, and the first one that the last of these changed.
         self._versions: Ints = np.zeros_like(self.row_starts)
         self._lowest: Ints = np.zeros_like(self.row_starts)
-        self._exports = NumpyExports(self)
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
         self._note_changes(writes.offsets, writes.lengths)
@@ -117,10 +127,36 @@ class NumpyBlockStore:
         )
 
     def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
-        self._exports.export(batch, out, None if batch.seq_lens is None else host_array(batch.seq_lens))
+        kind, counts = layout.kind, out.counts
+        rows, first_columns = self.rows_of(batch), self.first_columns(batch)
+        seq_lens = None if batch.seq_lens is None else host_array(batch.seq_lens)
+        group, max_num_reqs = self.config.groups[out.groups[0]], self.config.max_num_reqs
+        tokens, table = group.tokens_per_column, (self.row_starts, self.arena, out.members)
+        if kind == "state":
+            states = _given(out.entries).reshape(len(out.groups), max_num_reqs, layout.num_columns)
+            gather_state_indices(rows, seq_lens, self.filled, *table, tokens, layout, states)
+            return
+        lengths = self._local_lengths(rows, seq_lens, group)
+        count_entries(rows, lengths, self.filled, out.members, out.width, tokens, kind, counts, out.lengths)
+        if kind in ("csr", "token_csr"):
+            by_token, indptr = kind == "token_csr", _given(out.indptr)
+            sizes = (rows.size, max_num_reqs, out.capacity, 1 if by_token else tokens)
+            start_requests(*sizes, _given(out.lengths), counts, indptr, _given(out.last_page_lens))
+            write_indices(rows, first_columns, *table, tokens, by_token, counts, indptr, _given(out.entries))
+        elif kind in ("table", "kv_offsets"):
+            entries = _given(out.entries)
+            write_table(rows, first_columns, *table, self._blocks_per_kv_block, layout, counts, entries)
+        elif kind == "inverse_map":
+            mapped, entries = _given(out.mapped), _given(out.entries)
+            clear_inverse_map(max_num_reqs, counts, mapped, layout.null, entries)
+            write_inverse_map(rows, first_columns, *table, self._blocks_per_kv_block, counts, mapped, entries)
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
-        self._exports.reset(out)
+        if out.entries is not None:
+            out.entries.fill(out.layout.null)
+        for array in (out.counts, out.indptr, out.last_page_lens, out.lengths, out.mapped):
+            if array is not None:
+                array.fill(0)
 
     def first_columns(self, batch: Batch) -> Ints:
         """Return [num_groups, num_reqs] int64, batch index -> columns that the window has left behind (R11)."""
@@ -143,6 +179,13 @@ class NumpyBlockStore:
         rows = host_array(batch.idx_mapping)
         return np.where((rows >= 0) & (rows < self.config.max_num_reqs), rows, np.int64(-1))
 
+    def _local_lengths(self, rows: Ints, seq_lens: Ints | None, group: KVCacheGroup) -> Ints:
+        """Return [num_reqs] int64, batch index -> tokens that this rank holds, 0 for a dummy (R27)."""
+        if seq_lens is None:
+            return np.zeros(rows.size, np.int64)
+        lengths: Ints = np.maximum(seq_lens[: rows.size].astype(np.int64), 0) * (rows >= 0)
+        return self.config.context_parallel.local_lengths(lengths) if group.is_sharded else lengths
+
 
 def host_array(array: Any) -> Ints:
     """Return an input as a numpy array without a copy: a CPU tensor and the like come in through DLPack."""
@@ -154,3 +197,8 @@ def host_array(array: Any) -> Ints:
         raise ArgumentError(
             f"The numpy backend takes arrays on the host, got {type(array).__module__}.{type(array).__name__}: {error}"
         ) from error
+
+
+def _given(array: Ints | None) -> Ints:
+    assert array is not None  # the core's promise for this kind
+    return array
