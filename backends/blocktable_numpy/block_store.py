@@ -18,6 +18,7 @@ from blocktable import (
     Layout,
     StepBuffers,
     Writes,
+    ranges,
 )
 from blocktable_numpy.exports import (
     clear_inverse_map,
@@ -28,7 +29,7 @@ from blocktable_numpy.exports import (
     write_inverse_map,
     write_table,
 )
-from blocktable_numpy.kernels import Ints, Shown, gather_block_tables, null_stale_columns, scatter_writes
+from blocktable_numpy.kernels import Ints, gather_block_tables, null_stale_columns, scatter_writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +37,22 @@ class NumpyBuffers(StepBuffers):
     """Outputs, and what they show.
 
     Attributes:
-        batch: [arena.size] int32. The batch tables, laid out as the arena; `shown.held` lies where its counts do.
-        shown: what each batch row shows.
+        batch: [arena.size] int32. The batch tables, laid out as the arena.
+        held: [num_groups, max_num_reqs] int32, a view of it. Batch row -> columns it holds; the others are NULL.
+        shown: [4, num_groups, max_num_reqs] int64. Batch row -> what decides its contents: the row, the columns that
+            the window has left behind, the columns in use, the last write to the row. -1: the batch row is NULL.
     """
 
     batch: Ints
-    shown: Shown
+    held: Ints
+    shown: Ints
 
 
 class NumpyBlockStore:
     """Arena, gather and outputs of one table.
+
+    A gather copies only the rows that its buffers do not show yet. To copy every row in every step takes 1.5 ms for 256
+    decodes in 8 groups, instead of 0.4 ms: rows of 250 columns, of which 16 change.
 
     Attributes:
         config: as given.
@@ -63,28 +70,21 @@ class NumpyBlockStore:
         self.row_starts: Ints = group_starts + widths * np.arange(arena.num_rows)
         # [num_groups] int64.
         self._blocks_per_kv_block: Ints = np.array([group.blocks_per_kv_block for group in config.groups])
-        self._bounds: Ints = np.append(self.row_starts, arena.size)  # filled counts end at the first, a row at the next
-        # Of each row's columns: how many writes changed some, and the first one that the last of these changed.
-        self._versions: Ints = np.zeros_like(self.row_starts)
-        self._lowest: Ints = np.zeros_like(self.row_starts)
+        # [num_groups, max_num_reqs] int64. Row -> number of the last write to its columns.
+        self._last_writes: Ints = np.zeros_like(self.row_starts)
+        self._num_writes: int = 0
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
         self._note_changes(writes.offsets, writes.lengths)
         scatter_writes(writes.offsets, writes.lengths, writes.values, self.arena)
 
     def _note_changes(self, offsets: Ints, lengths: Ints) -> None:
-        """Count a write for every row whose columns it touches; for all rows where a range runs over several."""
-        versions, lowest = self._versions.ravel(), self._lowest.ravel()
-        rows = self._bounds.searchsorted(offsets, side="right") - 1  # of all groups together; -1: filled counts
-        if (offsets + lengths > self._bounds[rows + 1]).any():
-            versions += 1
-            lowest.fill(0)
-            return
-        num_counts = rows.searchsorted(0)  # ranges ascend, and filled counts come first
-        rows, columns = rows[num_counts:], offsets[num_counts:] - self._bounds[rows[num_counts:]]
-        versions[rows] += 1  # once, however many ranges a row has
-        lowest[rows] = columns
-        np.minimum.at(lowest, rows, columns)
+        """Number a write, and note it for every row whose columns it touches."""
+        self._num_writes += 1
+        row_starts, last_writes = self.row_starts.ravel(), self._last_writes.ravel()  # of all groups, ascending
+        first, last = (row_starts.searchsorted(entry, "right") - 1 for entry in (offsets, offsets + lengths - 1))
+        rows = ranges(first, last - first + 1)
+        last_writes[rows[rows >= 0]] = self._num_writes  # -1: filled counts, which lie before the first row
 
     def table(self, group: int) -> Ints:
         view: Ints = self.config.arena.view(self.arena, group)
@@ -100,31 +100,39 @@ class NumpyBlockStore:
                 np.full(self.config.max_num_batched_tokens, PAD_SLOT_ID, slot_dtype) for _ in self.config.groups
             ),
             batch=batch,
-            shown=Shown(arena.view(batch, -1)),
+            held=arena.view(batch, -1),
+            shown=np.full((4, *self.row_starts.shape), -1),
         )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
         assert isinstance(out, NumpyBuffers)
         out.batch.fill(NULL_BLOCK_ID)
-        out.shown.forget()
+        out.shown.fill(-1)
         for slots in out.slot_mappings:
             slots.fill(PAD_SLOT_ID)
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         assert isinstance(out, NumpyBuffers)
-        idx_mapping = self.rows_of(batch)
-        null_stale_columns(idx_mapping, self.filled, self.row_starts, out.shown, out.batch)
+        rows, first_columns = self.rows_of(batch), self.first_columns(batch)
+        is_shown = self._update_shown(rows, first_columns, out.shown)
+        null_stale_columns(rows, self.filled, self.row_starts, out.held, out.batch)
         gather_block_tables(
-            idx_mapping,
-            self.first_columns(batch),
-            self.filled,
-            self._versions,
-            self._lowest,
-            self.arena,
-            self.row_starts,
-            out.shown,
-            out.batch,
+            rows, first_columns, self.filled, self.arena, self.row_starts, is_shown, out.held, out.batch
         )
+
+    def _update_shown(self, rows: Ints, first_columns: Ints, shown: Ints) -> Ints:
+        """Note what a gather shows; return [num_groups, num_reqs] bool, whether the batch row shows it already."""
+        wanted = np.stack(
+            (
+                np.broadcast_to(rows, first_columns.shape),
+                first_columns,
+                self.filled.take(rows, axis=1),
+                self._last_writes.take(rows, axis=1),
+            )
+        )
+        is_shown: Ints = (shown[..., : rows.size] == wanted).all(0)
+        shown[..., : rows.size], shown[..., rows.size :] = wanted, -1
+        return is_shown
 
     def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
         kind, counts = layout.kind, out.counts
