@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import call
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +55,7 @@ class StepPlan:
         self.probes: list[Callable[[], int]] = []
         if self.is_reusable:
             self.probes = [probe for array in given for probe in (array.numel, array.data_ptr)]
-        self.expected = [probe() for probe in self.probes]
+        self.expected = [*map(call, self.probes)]
 
     def serves(
         self,
@@ -75,7 +76,7 @@ class StepPlan:
             and seq_lens is batch.seq_lens
             and self.is_reusable
             and sizes == self.sizes
-            and [probe() for probe in self.probes] == self.expected
+            and [*map(call, self.probes)] == self.expected
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from blocktable.config import BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
 from blocktable.protocols import IntArray, Writes
-from blocktable.rows import NumpyRows
+from blocktable.rows import Journal, NumpyRows
 
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 HOST_PATHS = ("auto", "numpy", "compiled")
@@ -33,6 +33,10 @@ class HostPath(Protocol):
 
     filled: IntArray
     columns_per_block: IntArray
+
+    @property
+    def journal(self) -> Journal:
+        """What has changed since the last commit; of size 0 where nothing has."""
 
     @property
     def mirror(self) -> IntArray:

@@ -137,17 +137,15 @@ class BlockTable(RowOperations):
             self._reset_invalid(stream)
             self.store.write(self._rows.writes(), stream=stream)
         else:
-            used = self._lend_changes(stream)
-            if used:
-                self._lender.commit(used, stream=stream)
+            block = self._lender.lend(stream)  # for nothing too: on a capturing stream it must raise (R21)
+            self._lender.commit(self._pack_changes(block, stream), stream=stream)
         self._end_commit()
 
-    def _lend_changes(self, stream: int | None) -> int:
-        """Pack what is pending into memory of the store; return the entries used, 0 where nothing is left to send."""
+    def _pack_changes(self, block: IntArray, stream: int | None) -> int:
+        """Pack what is pending into memory that the store has lent; return the entries used, 0 where all is sent."""
         self._reset_invalid(stream)
-        block = self._lender.lend(stream)  # for nothing too: on a capturing stream it must raise (R21)
         used = self._rows.pack_changes(block)
-        if used < 0:  # more than the store lends
+        if used < 0:  # more than it takes
             self.store.write(self._rows.writes(), stream=stream)
             return 0
         return used
@@ -257,7 +255,8 @@ class BlockTable(RowOperations):
         if plan is None or not plan.serves(idx_mapping, query_start_loc, positions, num_computed_tokens, None, sizes):
             plan = self._make_plan(idx_mapping, query_start_loc, positions, num_computed_tokens, None, sizes)
             self._plan = plan
-        self._run(plan, self._stream(stream, positions))
+        is_known = stream is None and positions is self._last_array
+        self._run(plan, self._current_stream() if is_known else self._stream(stream, positions))
         return plan.step
 
     def _make_plan(
@@ -286,13 +285,20 @@ class BlockTable(RowOperations):
 
     def _run(self, plan: StepPlan, stream: int | None) -> None:
         """Commit, and do the step of a plan."""
-        batch, buffers = plan.batch, plan.buffers
-        if self._is_fused:
-            used = self._lend_changes(stream) if self._rows.has_changes else 0
+        batch, buffers, rows = plan.batch, plan.buffers, self._rows
+        if self._is_fused:  # each call here counts: a steady step is 15 of them
+            used = 0
+            if rows.journal.size:
+                block = self._lender.lend(stream)
+                used = -1 if self._is_invalid else rows.pack_changes(block)
+                if used < 0:
+                    used = self._pack_changes(block, stream)
             self._lender.step(used, batch, buffers, stream=stream)
-            self._end_commit()
+            if rows.journal.size:
+                self._is_invalid = False
+                self.num_bytes_sent += rows.committed()
             return
-        if self._rows.has_changes:
+        if rows.has_changes:
             self._commit(stream)
         if batch.wants_tables:
             self.store.gather(batch, buffers, stream=stream)

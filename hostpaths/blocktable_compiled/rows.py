@@ -201,8 +201,16 @@ class CompiledRows(NumpyRows):
         if self._num_late and not knows_values:
             self._catch_up()
         self._num_bytes = 12 * journal.size + 4 * journal.num_values  # as `Writes.num_bytes` counts
-        used: int = functions.pack_changes(self._addresses(), knows_values, journal.size, block)
+        addresses = self._state if self._state_of is journal.offsets else self._addresses()
+        used: int = functions.pack_changes(addresses, knows_values, journal.size, block)
         return used
+
+    def committed(self) -> int:
+        journal = self.journal
+        journal.size = journal.merged_size = journal.num_values = 0
+        journal.known_size = NOT_NOTED
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return num_bytes
 
     def _catch_up(self) -> None:
         functions.catch_up(self._addresses(), self._num_late, self._late_per_call)
