@@ -29,7 +29,7 @@ from blocktable_numpy.exports import (
     write_inverse_map,
     write_table,
 )
-from blocktable_numpy.kernels import Ints, gather_block_tables, null_stale_columns, scatter_writes
+from blocktable_numpy.kernels import Ints, apply_changes, gather_block_tables, null_stale_columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class NumpyBlockStore:
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
         self._note_changes(writes.offsets, writes.lengths)
-        scatter_writes(writes.offsets, writes.lengths, writes.values, self.arena)
+        apply_changes(writes.offsets, writes.lengths, writes.values, self.arena)
 
     def _note_changes(self, offsets: Ints, lengths: Ints) -> None:
         """Number a write, and note it for every row whose columns it touches."""

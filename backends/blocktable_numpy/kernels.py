@@ -13,20 +13,25 @@ from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, ranges
 Ints = npt.NDArray[Any]
 
 
-def scatter_writes(
+def apply_changes(
     offsets: Ints,  # [n] int64, first entry of each range
     lengths: Ints,  # [n] int32, entries of each range
     values: Ints,  # [sum(lengths)] int32
     arena: Ints,  # [arena.size] int32, written
 ) -> None:
-    """Write every range of values into the arena."""
-    # step 1: which value of which range
-    if offsets.size == 1:
-        entries: Any = slice(offsets[0], offsets[0] + lengths[0])
-    else:
-        entries = offsets if offsets.size == values.size else ranges(offsets, lengths)
-    # step 2: store the value
+    """Write the changes of a commit into the arena."""
+    # step 1: keep the counts that step_batch replaces
+    # Nothing to keep: a gather here ends before the next commit begins.
+    # step 2: store the single values
+    if offsets.size == values.size:
+        arena[offsets] = values
+        return
+    # step 3: store the ranges
+    is_one = offsets.size == 1  # such as a whole arena
+    entries: Any = slice(offsets[0], offsets[0] + lengths[0]) if is_one else ranges(offsets, lengths)
     arena[entries] = values
+    # step 4: make the NULL ranges NULL
+    # They are ranges like the others: their values are NULL.
 
 
 def null_stale_columns(
@@ -36,12 +41,12 @@ def null_stale_columns(
     held: Ints,  # [num_groups, max_num_reqs] int32, batch row -> columns it holds
     batch: Ints,  # [arena.size] int32, written
 ) -> None:
-    """Make every batch row NULL behind the columns that its row fills."""
+    """Make every batch row NULL after the columns that its row fills."""
     # step 1: which batch row and group
     columns = np.zeros_like(held)  # of every one; batch rows after the batch hold none
     # step 2: how many columns its row fills
     columns[:, : idx_mapping.size] = _columns_in_use(idx_mapping, filled)
-    # step 3: NULL over what an earlier batch left behind them
+    # step 3: NULL over what an earlier batch left after them
     stale = np.stack((row_starts + columns, row_starts + held))[:, held > columns]
     for start, end in stale.T.tolist():
         batch[start:end] = NULL_BLOCK_ID
@@ -99,7 +104,7 @@ def map_slots(
     starts = np.maximum.accumulate(np.minimum(np.maximum(query_start_loc, 0), num_tokens))
     first_token = starts[0]  # earlier ones belong to no request
     position = positions[first_token:num_tokens]
-    # step 2: PAD behind the last real token
+    # step 2: PAD after the last real token
     for array in slots:
         array[:first_token] = PAD_SLOT_ID
         array[num_tokens:] = PAD_SLOT_ID
