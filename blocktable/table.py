@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from blocktable.errors import ArgumentError, BlockTableError, ConfigError, Dtype
 from blocktable.exports import Export, ExportSets, is_batch_table, require_seq_lens
 from blocktable.layouts import Layout, check_block_size, find_layout
 from blocktable.metadata import Layouts, MetadataPlan, StepMetadata, layouts_per_group, make_metadata, make_plan
+from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.protocols import (
     Array,
     Backend,
@@ -40,9 +41,6 @@ from blocktable.protocols import (
 from blocktable.registry import check_backend, get_backend
 from blocktable.rows import HostRows
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
-
-if TYPE_CHECKING:
-    from blocktable.replay.recording import Recorder
 
 StepPath = Literal["auto", "separate", "fused"]
 
@@ -177,6 +175,7 @@ class BlockTable:
         self._fused_step: Any = getattr(self.store, "step", None) if is_fused else None
         self._views: weakref.WeakKeyDictionary[StepBuffers, _Views] = weakref.WeakKeyDictionary()
         self.buffers: StepBuffers = self.create_buffers()
+        self._observed_calls = ObservedCalls(self)
 
     def _require(self, capability: str, what: str) -> None:
         if capability not in self.backend.capabilities:
@@ -965,7 +964,21 @@ class BlockTable:
 
     # Looking.
 
-    def record(self, path: str | Path, *, digests: bool = False) -> Recorder:
+    def observe(self, observer: Observer) -> Observation:
+        """Tell `observer` of every call that changes rows or writes outputs, until the result is closed.
+
+        A table that nobody observes pays nothing for it. Methods that were fetched before, such as
+        `step = table.step`, are not observed.
+
+        Args:
+            observer: whom to tell. Several may observe one table; they are told in the order in which they came.
+
+        Returns:
+            A context manager; its `close` ends the observation.
+        """
+        return Observation(self._observed_calls, observer)
+
+    def record(self, path: str | Path, *, digests: bool = False) -> OpenRecording:
         """Write every row change and step to a file until the result is closed; `blocktable replay FILE` runs it again.
 
         A table that is not recorded pays nothing for it.
@@ -976,10 +989,12 @@ class BlockTable:
 
         Returns:
             A context manager; its `close` ends the recording.
-        """
-        from blocktable.replay.recording import Recorder  # only a recording needs it
 
-        return Recorder(self, path, digests=digests)
+        Raises:
+            UnsupportedError: no recorder is installed.
+            ArgumentError: the table is being recorded already.
+        """
+        return start_recording(self, path, digests=digests)
 
     @property
     def num_blocks_per_row(self) -> IntArray:
@@ -993,6 +1008,16 @@ class BlockTable:
         view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
         view.flags.writeable = False
         return view
+
+    def host_row(self, group: int, row: int) -> IntArray:
+        """Return a copy of the columns that a row holds now, [n] int32, on the host.
+
+        Unlike `host_table` it slows no later change down.
+        """
+        index, (number,) = self._group_index(group), self._one_row("row", row)
+        filled = self._rows.filled[index, number]
+        columns: IntArray = self.config.arena.view(self._rows.mirror, index)[number, :filled].copy()
+        return columns
 
     def device_table(self, group: int) -> Array:
         """Return a group's rows on the device, [max_num_reqs, width] int32, without a copy; callers only read."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import inspect
 import json
 import os
 import random
@@ -375,6 +376,15 @@ def test_prefill_positions_take_little_room() -> None:
     buffer = bytearray()
     put_frame(buffer, "step", (np.arange(100_000, 108_192),))
     assert len(buffer) < 30
+
+
+@pytest.mark.parametrize("call", ["gather", "compute_slot_mappings", "step"])
+def test_the_format_has_the_parameters_of_the_method(call: str) -> None:
+    """A recorder writes arguments in the order of the parameters: another order is another version of the format."""
+    page = (Path(__file__).parents[1] / "docs/recording.md").read_text()
+    (values,) = re.findall(rf"^\| `{call}` \| (.*) \|$", page, re.MULTILINE)
+    parameters = list(inspect.signature(getattr(bt.BlockTable, call)).parameters)
+    assert ["self", *values.split(", "), "stream"] == parameters
 
 
 @pytest.mark.parametrize("seed", range(20))

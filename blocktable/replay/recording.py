@@ -5,25 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.metadata
-import inspect
 import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 
-from blocktable.errors import ArgumentError
-from blocktable.protocols import IntArray, StepBuffers
+from blocktable import ArgumentError, BlockTable, IntArray, Observation, StepBuffers
 from blocktable.replay.btrace import CALLS, RecordingError, config_as_data, put_frame, write_chunk, write_head
 from blocktable.replay.digest import output_digest
-
-if TYPE_CHECKING:
-    from blocktable.table import BlockTable
 
 CHUNK_BYTES = 1 << 16
 """A chunk goes to the file when it has grown to this size,"""
@@ -31,9 +27,12 @@ CHUNK_BYTES = 1 << 16
 CHUNK_SECONDS = 1.0
 """or when its first frame is this old: a crash costs no more."""
 
+_ROW_CALLS = frozenset(name for name in CALLS if name.endswith(("row", "rows", "range", "ranges")))
 _NO_ARGUMENTS = ("commit", "invalidate", "clear")
 _OUTPUTS = ("gather", "compute_slot_mappings", "step")
-_ROW_CALLS = tuple(name for name in CALLS if name.endswith(("row", "rows", "range", "ranges")))
+_ON_DEVICE = ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens")
+
+_recorded: weakref.WeakSet[BlockTable] = weakref.WeakSet()
 
 
 class ChunkWriter:
@@ -104,14 +103,14 @@ def _begin_file(path: Path, head: dict[str, Any]) -> IO[bytes]:
 
 
 class Recorder:
-    """Writes down what a table is asked to do, from now until `close`.
+    """Writes down what a table is asked to do, from now until `close`: an observer of the table.
 
     What the table holds already is written first; changes that are pending count as committed. Arrays on a device are
     copied to the host, which waits for it; a step inside a capturing stream cannot be recorded. Where the file can no
     longer be written the recording ends with a warning, and the table goes on.
 
     Args:
-        table: the table; its own calls are watched, what it does inside them is not.
+        table: the table; its own calls are watched, what it does inside them is not. The recorder does not keep it.
         path: the file; it is replaced.
         digests: whether to fetch the outputs of every step and write their digest down. Slow: for hunting a fault.
 
@@ -121,18 +120,22 @@ class Recorder:
     """
 
     def __init__(self, table: BlockTable, path: str | Path, *, digests: bool = False) -> None:
-        if "step" in vars(table):
+        if table in _recorded:
             raise ArgumentError("The table is being recorded already; close that recording first.")
         self.path: Path = Path(path)
-        self._table = table
+        self._table = weakref.ref(table)
+        self._to_host = table.backend.to_host
         self._digests = digests
-        self._is_inside = False
         self._is_open = True
-        self._sets: list[StepBuffers] = [table.buffers]
+        self._sets = [weakref.ref(table.buffers)]  # in the order in which they were made
+        self._out: Any = None  # of the call that goes on, where its digest is wanted
+        self._observation: Observation | None = None
         self._writer = ChunkWriter(self.path, _head(table))
-        self._put_rows()
-        self._watch()
-        atexit.register(self.close)
+        self._put_rows(table)
+        if self._is_open:
+            _recorded.add(table)
+            self._observation = table.observe(self)
+            atexit.register(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -150,9 +153,8 @@ class Recorder:
         """
         if not self._is_open:
             return
-        self._is_open = False
         atexit.unregister(self.close)
-        self._unwatch()
+        self._stop()
         put_frame(self._writer.buffer, "end", ())
         self._writer.close()
         if self._writer.error is not None:
@@ -167,99 +169,55 @@ class Recorder:
         """Write down the digest of what the last call put out."""
         self._put("digest", (digest,))
 
-    # Watching.
+    # What the table tells.
 
-    def _watch(self) -> None:
-        """Put a wrapper before each method of this one table: a table that nobody records pays nothing."""
-        for name in (*_ROW_CALLS, *_NO_ARGUMENTS):
-            setattr(self._table, name, self._wrap(name, _plain(getattr(self._table, name))))
-        for name, arguments in (
-            ("gather", self._gather_arguments),
-            ("compute_slot_mappings", self._slot_arguments),
-            ("step", self._step_arguments),
-        ):
-            setattr(self._table, name, self._wrap(name, arguments))
-        setattr(self._table, "create_buffers", self._wrap_create_buffers())  # noqa: B010 - a method is assigned to
+    def before(self, call: str, arguments: Mapping[str, Any]) -> None:
+        """Write the call down before it is made: one that never returns is the one to look for."""
+        if call in _ROW_CALLS:
+            self._put(call, tuple(arguments.values()))
+        elif call in _OUTPUTS:
+            if self._digests:
+                self._out = arguments["out"]
+            self._put(call, self._as_written(arguments))
+        elif call in _NO_ARGUMENTS:
+            self._put(call, ())
 
-    def _unwatch(self) -> None:
-        for name in (*_ROW_CALLS, *_NO_ARGUMENTS, *_OUTPUTS, "create_buffers"):
-            delattr(self._table, name)
+    def after(self, call: str, result: Any) -> None:
+        """Write down what came out."""
+        if call == "create_buffers":
+            self._sets.append(weakref.ref(result))
+            self._put(call, ())
+        elif self._digests and call in _OUTPUTS:
+            self._put_digest(call, result)
 
-    def _wrap(self, name: str, arguments: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
-        method = getattr(self._table, name)
-        wants_digest = self._digests and name in _OUTPUTS
+    def failed(self, call: str, error: Exception) -> None:
+        """Write down the error's name."""
+        self._out = None
+        if call in _ROW_CALLS or call in _OUTPUTS or call in _NO_ARGUMENTS:
+            self._put("raised", (type(error).__name__.encode(),))
 
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:
-                return method(*args, **kwargs)
-            try:
-                values = arguments(*args, **kwargs)
-            except TypeError:
-                return method(*args, **kwargs)  # no call of this method: it says so itself
-            self._is_inside = True
-            try:
-                self._put(name, values)  # before the call: one that never returns is the one to look for
-                result = method(*args, **kwargs)
-                if wants_digest:
-                    self._put_digest(name, result, kwargs.get("out"))
-                return result
-            except Exception as error:
-                self._put("raised", (type(error).__name__.encode(),))
-                raise
-            finally:
-                self._is_inside = False
+    # Arguments, as the format holds them.
 
-        return recorded
-
-    def _wrap_create_buffers(self) -> Callable[[], StepBuffers]:
-        method = self._table.create_buffers
-
-        def recorded() -> StepBuffers:
-            buffers = method()
-            self._sets.append(buffers)
-            self._put("create_buffers", ())
-            return buffers
-
-        return recorded
-
-    # Arguments, in the order in which the format lists them.
-
-    def _gather_arguments(self, idx_mapping: Any, num_reqs_padded: Any = None, **options: Any) -> Sequence[Any]:
-        return (
-            self._host(idx_mapping),
-            num_reqs_padded,
-            options.get("num_reqs"),
-            self._host(options.get("num_computed_tokens")),
-            self._set_number(options.get("out")),
-        )
-
-    def _slot_arguments(self, idx_mapping: Any, query_start_loc: Any, positions: Any, **options: Any) -> Sequence[Any]:
-        inputs = (self._host(idx_mapping), self._host(query_start_loc), self._host(positions))
-        return (*inputs, options.get("num_tokens_padded"), self._set_number(options.get("out")))
-
-    def _step_arguments(self, idx_mapping: Any, query_start_loc: Any, positions: Any, **options: Any) -> Sequence[Any]:
-        return (
-            self._host(idx_mapping),
-            self._host(query_start_loc),
-            self._host(positions),
-            options.get("num_reqs_padded"),
-            options.get("num_tokens_padded"),
-            self._host(options.get("num_computed_tokens")),
-            self._set_number(options.get("out")),
-        )
+    def _as_written(self, arguments: Mapping[str, Any]) -> list[Any]:
+        written = dict(arguments)
+        del written["stream"]
+        written["out"] = self._set_number(arguments["out"])
+        for name in _ON_DEVICE:
+            array = written.get(name)
+            if array is not None and not isinstance(array, np.ndarray):
+                written[name] = self._host(array)
+        return list(written.values())
 
     def _host(self, array: Any) -> Any:
         """Return an input as the format holds it; what is no array stays what it is, and the call will refuse it."""
-        if array is None or isinstance(array, np.ndarray) or not hasattr(array, "shape"):
-            return array
-        return self._table.backend.to_host(array)
+        return self._to_host(array) if hasattr(array, "shape") else array
 
     def _set_number(self, out: Any) -> int | list[int]:
         """Return which set of buffers is meant: its number, or the lengths of the caller's own arrays."""
         if out is None:
             return 0
         for number, buffers in enumerate(self._sets):
-            if buffers is out:
+            if buffers() is out:
                 return number
         return [int(array.shape[0]) for array in out] if isinstance(out, Sequence) else -1
 
@@ -271,22 +229,28 @@ class Recorder:
         put_frame(self._writer.buffer, name, values)
         self._writer.end_frame()
         if self._writer.error is not None:
-            warnings.warn(f"{self.path}: the recording ends here: {self._writer.error}", RuntimeWarning, stacklevel=4)
-            self._is_open = False
-            self._unwatch()
+            warnings.warn(f"{self.path}: the recording ends here: {self._writer.error}", RuntimeWarning, stacklevel=5)
+            self._stop()
             self._writer.close()
 
-    def _put_digest(self, name: str, result: Any, out: Any) -> None:
-        """Fetch what a call put out and write its digest."""
-        to_host = self._table.backend.to_host
-        tables = () if name == "compute_slot_mappings" else result if name == "gather" else result.block_tables
-        buffers = self._table.buffers if out is None else out
-        slots = () if name == "gather" else buffers.slot_mappings if isinstance(buffers, StepBuffers) else buffers
-        self.add_digest(output_digest([to_host(array) for array in (*tables, *slots)]))
+    def _stop(self) -> None:
+        self._is_open = False
+        table = self._table()
+        if table is not None:
+            _recorded.discard(table)
+        if self._observation is not None:
+            self._observation.close()
 
-    def _put_rows(self) -> None:
+    def _put_digest(self, name: str, result: Any) -> None:
+        """Fetch what a call put out and write its digest."""
+        out, self._out = self._out, None
+        tables = () if name == "compute_slot_mappings" else result if name == "gather" else result.block_tables
+        buffers: Any = self._sets[0]() if out is None else out
+        slots = () if name == "gather" else buffers.slot_mappings if isinstance(buffers, StepBuffers) else buffers
+        self.add_digest(output_digest([self._to_host(array) for array in (*tables, *slots)]))
+
+    def _put_rows(self, table: BlockTable) -> None:
         """Write down what the table holds already, as calls that lead there."""
-        table = self._table
         counts = table.num_blocks_per_row
         rows = np.flatnonzero(counts.any(0))
         if not rows.size:
@@ -309,17 +273,6 @@ def _head(table: BlockTable) -> dict[str, Any]:
     }
 
 
-def _plain(method: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
-    """Return a row operation's arguments in the order of its parameters; `stream` of commit is not one of them."""
-    signature = inspect.signature(method)
-
-    def arguments(*args: Any, **kwargs: Any) -> Sequence[Any]:
-        kwargs.pop("stream", None)
-        return signature.bind(*args, **kwargs).args if kwargs else args
-
-    return arguments
-
-
 def _manager_blocks(
     table: BlockTable, group: int, rows: IntArray, counts: IntArray
 ) -> tuple[IntArray, list[tuple[int, int, int]]]:
@@ -327,10 +280,8 @@ def _manager_blocks(
     geometry = table.config.groups[group]
     expansion = geometry.blocks_per_kv_block
     ids, gaps = [], []
-    # Not by host_table: the host's appends would write through for ever, for the sake of its view.
-    mirror = table.config.arena.view(table._rows.mirror, group)
     for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-        columns = mirror[row, : count * expansion].reshape(count, expansion)
+        columns = table.host_row(group, row).reshape(count, expansion)
         # A NULL block that was handed in stands as 0 .. expansion - 1; with one column the two are the same.
         is_null = ~columns.any(1)
         edges = np.flatnonzero(np.diff(np.concatenate(([False], is_null, [False]))))
