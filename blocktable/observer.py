@@ -178,9 +178,9 @@ def _binder(method: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, 
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         if len(args) == len(defaults) and not kwargs:  # most row operations
-            return dict(zip(positional, args, strict=True))
+            return dict(zip(positional, args, strict=False))
         given = dict(zip(positional, args, strict=False))
-        if len(given) < len(args) or given.keys() & kwargs.keys():
+        if len(given) < len(args) or not kwargs.keys().isdisjoint(given):
             return None
         given |= kwargs
         return {**defaults, **given} if required <= given.keys() <= all_names else None

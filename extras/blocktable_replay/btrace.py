@@ -65,6 +65,7 @@ _NONE, _INTEGER, _ONE_DIMENSION, _RUNS_OF_ONE, _SEQUENCE, _TWO_DIMENSIONS, _BYTE
 
 _DTYPES = [np.dtype(name) for name in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_INT64_CODE = _DTYPE_CODES[np.dtype(np.int64)]
 
 RUNS_FROM = 64
 """Arrays of int64 this long are tried as runs of consecutive numbers: positions of a prefill are one."""
@@ -112,8 +113,8 @@ def put_frame(buffer: bytearray, name: str, values: Sequence[Any]) -> None:
 
 
 def _put(buffer: bytearray, value: Any) -> None:
-    if type(value) is np.ndarray and value.dtype in _DTYPE_CODES and value.ndim in (1, 2):
-        _put_array(buffer, value)
+    if type(value) is np.ndarray and (code := _DTYPE_CODES.get(value.dtype)) is not None and value.ndim in (1, 2):
+        _put_array(buffer, value, code)
     elif value is None:
         buffer.append(_NONE)
     elif isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
@@ -127,8 +128,7 @@ def _put(buffer: bytearray, value: Any) -> None:
         _put_foreign(buffer, value)
 
 
-def _put_array(buffer: bytearray, array: np.ndarray[Any, Any]) -> None:
-    code = _DTYPE_CODES[array.dtype]
+def _put_array(buffer: bytearray, array: np.ndarray[Any, Any], code: int) -> None:
     if array.ndim == 2:
         buffer += _MATRIX.pack(_TWO_DIMENSIONS, code, *array.shape)
     elif array.size >= RUNS_FROM and array.itemsize == 8 and (runs := _runs(array)) is not None:
@@ -153,7 +153,7 @@ def _runs(array: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray
 
 def _put_sequence(buffer: bytearray, values: Sequence[Any]) -> None:
     if values and set(map(type, values)) == {int} and all(-(2**63) <= value < 2**63 for value in values):
-        _put_array(buffer, np.array(values, np.int64))
+        _put_array(buffer, np.array(values, np.int64), _INT64_CODE)
         return
     buffer += _COUNT.pack(_SEQUENCE, len(values))
     for value in values:

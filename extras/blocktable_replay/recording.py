@@ -30,7 +30,7 @@ CHUNK_SECONDS = 1.0
 _ROW_CALLS = frozenset(name for name in CALLS if name.endswith(("row", "rows", "range", "ranges")))
 _NO_ARGUMENTS = ("commit", "invalidate", "clear")
 _OUTPUTS = ("gather", "compute_slot_mappings", "step")
-_ON_DEVICE = ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens")
+_ON_HOST = (np.ndarray, np.generic, int, type(None))
 
 _recorded: weakref.WeakSet[BlockTable] = weakref.WeakSet()
 
@@ -199,18 +199,12 @@ class Recorder:
     # Arguments, as the format holds them.
 
     def _as_written(self, arguments: Mapping[str, Any]) -> list[Any]:
-        written = dict(arguments)
-        del written["stream"]
-        written["out"] = self._set_number(arguments["out"])
-        for name in _ON_DEVICE:
-            array = written.get(name)
-            if array is not None and not isinstance(array, np.ndarray):
-                written[name] = self._host(array)
-        return list(written.values())
+        *inputs, out, _ = arguments.values()  # the last is the stream, which is not written
+        return [*map(self._host, inputs), self._set_number(out)]
 
-    def _host(self, array: Any) -> Any:
-        """Return an input as the format holds it; what is no array stays what it is, and the call will refuse it."""
-        return self._to_host(array) if hasattr(array, "shape") else array
+    def _host(self, value: Any) -> Any:
+        """Return a device array on the host; anything else stays what it is, and the call will refuse what is wrong."""
+        return value if isinstance(value, _ON_HOST) or not hasattr(value, "shape") else self._to_host(value)
 
     def _set_number(self, out: Any) -> int | list[int]:
         """Return which set of buffers is meant: its number, or the lengths of the caller's own arrays."""
