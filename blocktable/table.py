@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from blocktable.host_path import make_rows
 from blocktable.inspection import SlotLocation, locate, verify
 from blocktable.layouts import Layout, find_layout
 from blocktable.metadata import Layouts, MetadataPlan, StepMetadata, layouts_per_group, make_metadata, make_plan
+from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.protocols import (
     Array,
     Backend,
@@ -33,9 +34,6 @@ from blocktable.registry import check_backend, get_backend
 from blocktable.row_operations import RowOperations
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
 from blocktable.views import BufferViews
-
-if TYPE_CHECKING:
-    from blocktable.replay.recording import Recorder
 
 StepPath = Literal["auto", "separate", "fused"]
 
@@ -106,6 +104,7 @@ class BlockTable(RowOperations):
         self.buffers: StepBuffers = self.create_buffers()
         self._checks = BatchChecks(config, self.backend, self._rows, self.buffers.slot_mappings[0])
         self._plan: StepPlan | None = None
+        self._observed_calls = ObservedCalls(self)
 
     def _require(self, capability: str, what: str) -> None:
         if capability not in self.backend.capabilities:
@@ -551,7 +550,21 @@ class BlockTable(RowOperations):
 
     # Looking.
 
-    def record(self, path: str | Path, *, digests: bool = False) -> Recorder:
+    def observe(self, observer: Observer) -> Observation:
+        """Tell `observer` of every call that changes rows or writes outputs, until the result is closed.
+
+        A table that nobody observes pays nothing for it. Methods that were fetched before, such as
+        `step = table.step`, are not observed.
+
+        Args:
+            observer: whom to tell. Several may observe one table; they are told in the order in which they came.
+
+        Returns:
+            A context manager; its `close` ends the observation.
+        """
+        return Observation(self._observed_calls, observer)
+
+    def record(self, path: str | Path, *, digests: bool = False) -> OpenRecording:
         """Write every row change and step to a file until the result is closed; `blocktable replay FILE` runs it again.
 
         A table that is not recorded pays nothing for it.
@@ -562,10 +575,12 @@ class BlockTable(RowOperations):
 
         Returns:
             A context manager; its `close` ends the recording.
-        """
-        from blocktable.replay.recording import Recorder  # only a recording needs it
 
-        return Recorder(self, path, digests=digests)
+        Raises:
+            UnsupportedError: no recorder is installed.
+            ArgumentError: the table is being recorded already.
+        """
+        return start_recording(self, path, digests=digests)
 
     @property
     def num_blocks_per_row(self) -> IntArray:
@@ -579,6 +594,16 @@ class BlockTable(RowOperations):
         view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
         view.flags.writeable = False
         return view
+
+    def host_row(self, group: int, row: int) -> IntArray:
+        """Return a copy of the columns that a row holds now, [n] int32, on the host.
+
+        Unlike `host_table` it slows no later change down.
+        """
+        index, (number,) = self._group_index(group), self._one_row("row", row)
+        filled = self._rows.filled[index, number]
+        columns: IntArray = self.config.arena.view(self._rows.mirror, index)[number, :filled].copy()
+        return columns
 
     def device_table(self, group: int) -> Array:
         """Return a group's rows on the device, [max_num_reqs, width] int32, without a copy; callers only read."""
