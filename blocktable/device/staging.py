@@ -59,7 +59,7 @@ class StepMarks:
 
     def __init__(self, block: HostBlock) -> None:
         self._block = block  # owns the memory
-        self.address: int = block.address
+        self.address: int = block.host_address  # a copy on the device is no place that the host sees
         self.shown: IntArray = block.host[:2].view(np.int64)
         self.shown[0] = 0
         self.last: int = 0

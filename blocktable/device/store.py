@@ -64,13 +64,15 @@ class DeviceStore:
         self._order = StreamOrder(driver)
         self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
         self._last_mark: Array = driver.full(1, 0, "int64")
-        self._changes = StagingRing(driver, steady_entries(config), config.steps_in_flight, self._order, self._marks)
+        steady = steady_entries(config)
+        steady = next((size for size in driver.change_sizes if size >= steady), steady)  # a launch copies a whole size
+        self._changes = StagingRing(driver, steady, config.steps_in_flight, self._order, self._marks)
         # gather and compute_slot_mappings take a block each.
         entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
         self._inputs = StagingRing(driver, entries, 2 * config.steps_in_flight, self._order)
         self._lent: tuple[HostBlock | None, int] = None, 0
         # A kernel may be loaded at its first launch, which must not be inside a capture.
-        run([self._launches.no_changes(driver.address(self.arena), 0)], driver.stream(None))
+        run([self._launches.no_changes()], driver.stream(None))
         driver.synchronize()  # the fills ran on whatever stream was current
 
     def table(self, group: int) -> Array:
