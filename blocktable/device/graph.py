@@ -34,7 +34,7 @@ class KernelArguments:
         self._has_structure = layout.startswith("S")
         packed = layout.removeprefix("S")
         self._pack = struct.Struct("@" + packed).pack_into
-        self._memory = np.zeros(struct.calcsize("@" + packed), np.uint8)
+        self._memory: Any = np.zeros(struct.calcsize("@" + packed), np.uint8)
         start: int = self._memory.ctypes.data
         places = [
             start + struct.calcsize("@" + packed[: index + 1]) - struct.calcsize("@" + kind)
@@ -71,7 +71,7 @@ class _Node:
         self.params: Any = params
 
     def set(self, grid: Grid, arguments: Sequence[int]) -> None:
-        self.arguments.set(arguments + self._extra if self._extra else arguments)  # type: ignore[operator]
+        self.arguments.set(arguments + self._extra if self._extra else arguments)
         if grid != self.grid:
             self.params.gridDimX, self.params.gridDimY = self.grid = grid
 

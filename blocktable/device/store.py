@@ -62,7 +62,8 @@ class DeviceStore:
         self.arena: Array = driver.full(config.arena.size, NULL_BLOCK_ID, "int32")
         self._launches = Launches(config, driver, self.arena, by_value=staging_mode() in ("auto", "params"))
         self._order = StreamOrder(driver)
-        self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
+        # The host sees no mark in memory that is copied; there its steps are waited for by the driver's marks.
+        self._marks = StepMarks(driver.host_block(2)) if has_fused_step and driver.is_mapped else None
         self._last_mark: Array = driver.full(1, 0, "int64")
         self._changes = StagingRing(driver, steady_entries(config), config.steps_in_flight, self._marks, self._order)
         # gather and compute_slot_mappings take a block each.
@@ -88,8 +89,8 @@ class DeviceStore:
             slots = driver.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
             driver.synchronize()
             fused = None
-            if self._has_fused_step and self._marks is not None:
-                marks = (driver.address(self._last_mark), self._marks.address)
+            if self._has_fused_step:
+                marks = (driver.address(self._last_mark), 0 if self._marks is None else self._marks.address)
                 fused = FusedStep(self._launches, driver, driver.address(batch), driver.address(slots), *marks)
             return DeviceBuffers(
                 block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
@@ -118,6 +119,12 @@ class DeviceStore:
         Raises:
             BlockTableError: the stream is capturing, or may not be changed.
         """
+        if self.driver.is_current():
+            return self._lend(stream)
+        with self.driver.current():
+            return self._lend(stream)
+
+    def _lend(self, stream: int | None) -> IntArray:
         native, is_capturing = self._order.enter(stream)
         refuse_capture(is_capturing, "A commit")
         block = self._changes.acquire()
@@ -230,15 +237,15 @@ class DeviceStore:
     def compute_slot_mappings(self, batch: Batch, out: Sequence[Array], *, stream: int | None) -> None:
         """Write the slot of every token for every group, in one launch where the arrays lie equally far apart."""
         driver = self.driver
-        starts = [driver.address(slots) for slots in out]
-        lengths = [length_of(slots) for slots in out]
-        distance = starts[1] - starts[0] if len(out) > 1 else 0
-        stride, rest = divmod(distance, np.dtype(self.config.slot_dtype).itemsize)
-        is_regular = rest == 0 and all(
-            start == starts[0] + group * distance and length == lengths[0]
-            for group, (start, length) in enumerate(zip(starts, lengths, strict=True))
-        )
         with driver.current():
+            starts = [driver.address(slots) for slots in out]
+            lengths = [length_of(slots) for slots in out]
+            distance = starts[1] - starts[0] if len(out) > 1 else 0
+            stride, rest = divmod(distance, np.dtype(self.config.slot_dtype).itemsize)
+            is_regular = rest == 0 and all(
+                start == starts[0] + group * distance and length == lengths[0]
+                for group, (start, length) in enumerate(zip(starts, lengths, strict=True))
+            )
             native, is_capturing = self._order.enter(stream)
             inputs, staged = self._place(batch, native, is_capturing=is_capturing)
             if is_regular:
