@@ -18,8 +18,10 @@ from blocktable.errors import (
     UnsupportedError,
 )
 from blocktable.exports import Export
+from blocktable.inspection import SlotLocation
 from blocktable.layouts import LAYOUTS, Layout, WidthPlan, plan_width
 from blocktable.metadata import GroupMetadata, StepMetadata
+from blocktable.observer import Observation, Observer, OpenRecording
 from blocktable.protocols import (
     Array,
     Backend,
@@ -27,6 +29,7 @@ from blocktable.protocols import (
     BlockStore,
     ExportBuffers,
     ExportingStore,
+    IntArray,
     SlotMapper,
     Step,
     StepBuffers,
@@ -35,7 +38,7 @@ from blocktable.protocols import (
 )
 from blocktable.registry import BackendInfo, get_backend, list_backends
 from blocktable.streams import address_of, stream_handle
-from blocktable.table import BlockTable, SlotLocation
+from blocktable.table import BlockTable
 
 __version__ = "0.1.0"
 
@@ -64,8 +67,12 @@ __all__ = [
     "ExportBuffers",
     "ExportingStore",
     "GroupMetadata",
+    "IntArray",
     "KVCacheGroup",
     "Layout",
+    "Observation",
+    "Observer",
+    "OpenRecording",
     "RowCapacityError",
     "RowIndexError",
     "SlotLocation",

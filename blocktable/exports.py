@@ -193,16 +193,27 @@ class ExportSets:
         views = self._tables.setdefault(buffers, {})
         key = (layout, groups, id(tables))  # of a tuple that is kept beside its export, so the number stays its own
         if key not in views:
-            check_block_size(self._config.groups[groups[0]], [layout])
             if len(views) >= MAX_CACHED_EXPORTS:
                 views.clear()
             views[key] = (tables, Export(layout, tuple(shaped(tables[group], layout) for group in groups)))
         return views[key][1]
 
-    def check_own(self, out: Any) -> None:
-        """Refuse buffers that this table did not make."""
-        if not isinstance(out, ExportBuffers) or out not in self._views:
+    def is_batch_table(self, layout: Layout, groups: tuple[int, ...]) -> bool:
+        """Say whether a set's own batch table is what the layout asks for, of groups that may be exported so (R26)."""
+        if not is_batch_table(self._config, layout, groups):
+            return False
+        check_block_size(self._config.groups[groups[0]], [layout])
+        return True
+
+    def check_own(self, out: ExportBuffers, layout: Layout, groups: tuple[int, ...]) -> None:
+        """Refuse buffers that this table did not make, or made for something else."""
+        if out not in self._views:
             raise ArgumentError("out must be what this table's create_export() or create_buffers() made.")
+        if (out.layout, out.groups) != (layout, groups):
+            raise ArgumentError(
+                f"out was made for layout {out.layout.name!r} of groups {out.groups}, not for {layout.name!r} of "
+                f"groups {groups}."
+            )
 
     def create(self, layout: Layout, groups: tuple[int, ...], capacity: int | None) -> ExportBuffers:
         """Allocate one set, and compile what writes it."""
@@ -230,7 +241,7 @@ class ExportSets:
             entries=None if shape is None else make((len(groups), *shape), layout.null, layout.dtype),
             indptr=make((rows + 1,)) if is_csr else None,
             last_page_lens=make((rows,)) if is_csr else None,
-            lengths=None if layout.kind in ("state", "placeholder") else make((rows,)),
+            lengths=make((rows,)) if is_csr or layout.kind == "lengths" else None,
             mapped=make((len(groups), rows, width)) if layout.kind == "inverse_map" else None,
         )
         self._views[out] = {}
@@ -270,16 +281,16 @@ class ExportSets:
 
     def _make_view(self, out: ExportBuffers, num_rows: int) -> Export:
         entries: tuple[Array, ...] = ()
-        is_csr = out.indptr is not None
         if out.entries is not None:
             whole = tuple(out.entries[index] for index in range(len(out.groups)))
+            is_csr = out.indptr is not None
             entries = whole if is_csr else tuple(shaped(array[:num_rows], out.layout) for array in whole)
         return Export(
             out.layout,
             entries,
             None if out.indptr is None else out.indptr[: num_rows + 1],
             None if out.last_page_lens is None else out.last_page_lens[:num_rows],
-            out.lengths[:num_rows] if out.lengths is not None and (is_csr or out.layout.kind == "lengths") else None,
+            None if out.lengths is None else out.lengths[:num_rows],
         )
 
 

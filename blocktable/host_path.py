@@ -1,52 +1,183 @@
-"""The compiled host path: found by entry point, used where what it stands on is installed."""
+"""The host's rows as a table uses them, and what makes them: numpy, or the compiled path by entry point."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
+from blocktable.config import BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
+from blocktable.protocols import IntArray, Writes
+from blocktable.rows import Journal, NumpyRows
 
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 HOST_PATHS = ("auto", "numpy", "compiled")
 ENTRY_POINT_GROUP = "blocktable.host_paths"
 
 
-def compiled_host_path() -> Any | None:
-    """Return the module of compiled functions, or None for the numpy path.
+class HostPath(Protocol):
+    """Rows of block ids for all groups, and what of them the device does not have yet.
+
+    Operations are atomic: they change every group, or raise and change nothing. `rows` [n] int64 without a name of its
+    own are rows that `check_rows` returned.
+
+    Attributes:
+        filled: [num_groups, max_num_reqs] int32. Columns in use of each row; up to date after every operation.
+        columns_per_block: [num_groups, 1] int64.
+
+    Rules: R4-R9.
+    """
+
+    filled: IntArray
+    columns_per_block: IntArray
+
+    @property
+    def journal(self) -> Journal:
+        """What has changed since the last commit; of size 0 where nothing has."""
+
+    @property
+    def mirror(self) -> IntArray:
+        """[arena.size] int32. What the device holds after a commit. Valid until the next operation."""
+
+    def watch(self) -> IntArray:
+        """Return the mirror, which from now on follows every operation: the caller keeps a view of it."""
+
+    def warmup(self) -> None:
+        """Compile what a later call needs. Modifies no row."""
+
+    # Operations.
+
+    def check_rows(self, name: str, rows: Any) -> IntArray:
+        """Return rows as [n] int64: inside the table and distinct. Valid until the caller's array changes."""
+
+    def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        """Check the rows and append; arguments as `BlockTable.append_rows`."""
+
+    def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        """Check the rows and replace what they hold; arguments as `BlockTable.append_rows`."""
+
+    def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
+        """Check the rows and truncate; arguments as `BlockTable.truncate_rows`."""
+
+    def append(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
+        """Add blocks after what the rows hold; `counts` None: all ids of a group go to the one row."""
+
+    def set(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
+        """Replace what the rows hold; arguments as `append`."""
+
+    def truncate(self, rows: IntArray, num_blocks: IntArray | int) -> None:
+        """Keep the first blocks of each row in each group; where there are fewer, change nothing.
+
+        Args:
+            rows: [n] int64.
+            num_blocks: [num_groups, n] integers, or one for all.
+        """
+
+    def null(self, rows: IntArray, group: int, starts: IntArray, stops: IntArray) -> None:
+        """Make manager blocks `starts[i] .. stops[i] - 1` of each row NULL; later ones stay."""
+
+    def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
+        """Replace each row dst[i] by what src[i] held before the call; with `vacate`, other sources become empty."""
+
+    def occupied_rows(self) -> IntArray:
+        """Return the rows that hold a block in any group, [n] int64."""
+
+    def invalidate(self) -> None:
+        """Mark everything as changed, as one range."""
+
+    # A commit: `pack_changes` or `writes`, the store's launch, `committed`. Only the last one forgets anything.
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether the device does not hold everything yet."""
+
+    def pending_ranges(self) -> tuple[IntArray, IntArray]:
+        """Return what has changed as disjoint ascending ranges of the arena. Valid until the next operation.
+
+        Returns:
+            offsets: [n] int64.
+            lengths: [n] int64, at least 1.
+        """
+
+    def pending_counts(self, start: int, stop: int) -> IntArray:
+        """Return those of rows start .. stop - 1 whose filled count the device does not have yet, in any group."""
+
+    def writes(self) -> Writes:
+        """Return what has changed as arrays. Valid until the next operation.
+
+        Where that is most of a large table, the whole arena as one range, which needs no scatter.
+        """
+
+    def pack_changes(self, block: IntArray) -> int:
+        """Lay what has changed out as `Writes.pack_changes` does.
+
+        Args:
+            block: [n] int32, C-contiguous, written. May hold anything after a result of -1.
+
+        Returns:
+            int32 entries used; 0: nothing is pending; -1: the changes do not fit, or are too many to be scattered, and
+            `writes` must be used.
+        """
+
+    def committed(self) -> int:
+        """Forget what has changed: the device takes what `writes` or `pack_changes` returned last.
+
+        Returns:
+            Bytes of those changes as ranges, as `Writes.num_bytes`.
+        """
+
+
+def make_rows(config: BlockTableConfig) -> HostPath:
+    """Return empty rows of a new table.
+
+    Raises:
+        BackendUnavailableError, ConfigError: as `rows_maker`.
+    """
+    return rows_maker()(config)
+
+
+def rows_maker() -> Callable[[BlockTableConfig], HostPath]:
+    """Return what makes rows.
 
     BLOCKTABLE_HOST_PATH chooses: "auto" (compiled where it can be imported), "numpy", "compiled".
 
     Raises:
         BackendUnavailableError: "compiled" is asked for and cannot be imported.
+        ConfigError: the variable has another value.
     """
     choice = os.environ.get(HOST_PATH_VARIABLE, "auto")
     if choice not in HOST_PATHS:
         raise ConfigError(f"{HOST_PATH_VARIABLE} must be one of {', '.join(HOST_PATHS)}; got {choice!r}.")
     if choice == "numpy":
-        return None
-    module, reason = _load()
-    if module is None and choice == "compiled":
+        return NumpyRows
+    compiled, reason = _load()
+    if compiled is None and choice == "compiled":
         raise BackendUnavailableError(
             f"The compiled host path cannot be imported ({reason}); install blocktable[compiled]."
         )
-    return module
+    return compiled or NumpyRows
+
+
+def compiled_append() -> Callable[..., int] | None:
+    """Return the compiled `append_equally`, for a drop-in that has rows of its own; None for the numpy path."""
+    return getattr(rows_maker(), "append_equally", None)
 
 
 def host_path_description() -> str:
     """Return which host path runs, in a sentence for `blocktable backends`."""
-    if compiled_host_path() is not None:
+    if rows_maker() is not NumpyRows:
         return "compiled (Numba)"
     return f"numpy ({_load()[1] or f'{HOST_PATH_VARIABLE}=numpy'})"
 
 
 @cache
-def _load() -> tuple[Any | None, str | None]:
+def _load() -> tuple[Callable[[BlockTableConfig], HostPath] | None, str | None]:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name="compiled"):
         try:
-            return entry.load()(), None
+            return entry.load(), None
         except Exception as error:  # Numba missing, or no place where it may keep what it compiles
             return None, f"{type(error).__name__}: {error}"
     return None, "not installed"

@@ -10,7 +10,7 @@ from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError
 from blocktable.exports import Export
 from blocktable.layouts import LOCAL_LENGTHS, Layout, find_layout
-from blocktable.protocols import Array, Step
+from blocktable.protocols import Array, Batch, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Family:
     groups: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MetadataPlan:
     """Which exports a step makes for some layouts.
 
@@ -139,12 +139,9 @@ def make_metadata(
     plan: MetadataPlan,
     step: Step,
     exports: Sequence[Export],
-    query_start_loc: Array,
-    seq_lens: Array,
+    batch: Batch,
     *,
     config: BlockTableConfig,
-    num_reqs: int,
-    num_reqs_padded: int,
     max_query_len: int | None,
     max_seq_len: int | None,
 ) -> StepMetadata:
@@ -155,8 +152,11 @@ def make_metadata(
         if place is not None:
             export = exports[place[0]]
             entries = export.entries[place[1]] if export.entries else None
-        lens = seq_lens
+        lens = batch.seq_lens
         if plan.lengths is not None and is_shared_out(config, group):
             lens = exports[plan.lengths].lengths
         groups.append(GroupMetadata(step.block_tables[group], step.slot_mappings[group], lens, export, entries))
-    return StepMetadata(num_reqs, num_reqs_padded, query_start_loc, seq_lens, tuple(groups), max_query_len, max_seq_len)
+    return StepMetadata(
+        *(batch.num_reqs, batch.num_reqs_padded, batch.query_start_loc, batch.seq_lens, tuple(groups)),
+        *(max_query_len, max_seq_len),
+    )

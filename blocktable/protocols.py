@@ -222,6 +222,12 @@ class Writes:
         return rows.astype(np.int32), columns.astype(np.int32)
 
 
+def no_writes(arena: Arena) -> Writes:
+    """Return the changes of a commit of nothing."""
+    nothing = np.empty(0, np.int64)
+    return Writes(arena, nothing, nothing.astype(np.int32), nothing.astype(np.int32))
+
+
 @dataclass(frozen=True, eq=False)
 class StepBuffers:
     """One set of outputs. Addresses and strides never change; callers only read (R17).
@@ -272,8 +278,7 @@ class ExportBuffers:
             [num_groups, max_num_reqs], which is the same memory.
         indptr: "csr", "token_csr": [max_num_reqs + 1] int32. First entry of each request, and their number.
         last_page_lens: "csr", "token_csr": [max_num_reqs] int32. Tokens in each request's last kernel block.
-        lengths: all but "state": [max_num_reqs] int32. Tokens of each request that this rank holds, where `seq_lens` is
-            given.
+        lengths: "csr", "token_csr", "lengths": [max_num_reqs] int32. Tokens of each request that this rank holds.
         mapped: "inverse_map": [num_groups, max_num_reqs, width] int32, the backend's own. The blocks in the map.
     """
 

@@ -1,58 +1,41 @@
-"""The host's rows: a mirror of the arena, and a journal of what changed since the last commit (R4-R9).
+"""The numpy host path: a mirror of the arena, and a journal of what changed since the last commit (R4-R9).
 
-Every operation is one pass of array calls over all groups at once. A *cell* is one row of one group; per-cell arrays
-are `[num_groups, n]` for the n rows of a call.
+Methods do what `HostPath` says of them. Every operation is one pass of array calls over all groups at once. A *cell* is
+one row of one group; per-cell arrays are `[num_groups, n]` for the n rows of a call.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import numpy as np
 
 from blocktable.checks import ids_per_group, int_array, per_group_counts
-from blocktable.config import BlockTableConfig, KVCacheGroup
+from blocktable.config import BlockTableConfig
 from blocktable.constants import NULL_BLOCK_ID
 from blocktable.errors import ArgumentError, ConfigError, DtypeError, RowCapacityError, RowIndexError
-from blocktable.host_path import compiled_host_path
 from blocktable.protocols import IntArray, Writes, ranges
-
-_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 BULK_SHARE, BULK_ENTRIES = 0.1, 1 << 16
 """Above this share of changed entries a commit sends all of an arena of at least so many (docs/performance.md)."""
 
-LATE_STEPS, MAX_LATE = 8, 1 << 16
-"""Appends of one block to every row and group that the mirror may be behind, and the most entries of them."""
-
 MAX_RANGE = 1 << 30
 """Entries of the longest range of a commit: lengths are int32."""
 
+MAX_INT32 = 2**31 - 1
+
 
 class Journal:
-    """Dirty ranges of the arena. Values are taken from the mirror at commit, so the last one wins.
-
-    Those of a lone compiled append are noted besides, which spares the commit a look at far apart rows.
-    """
+    """Dirty ranges of the arena. Values are taken from the mirror at commit, so the last one wins."""
 
     def __init__(self, capacity: int) -> None:
         self.size: int = 0
         self.offsets: IntArray = np.empty(capacity, np.int64)
         self.lengths: IntArray = np.empty(capacity, np.int64)
-        # Value of each range of one entry behind the filled counts, where `knows_values`: only one compiled append has
-        # been noted since the last commit.
-        self.values: IntArray = np.empty(capacity, np.int32)
-        self.knows_values: bool = False
-        # Whether the ranges are disjoint and ascending already, and how many entries they then have.
-        self.is_merged: bool = True
-        self.num_values: int = 0
 
     def clear(self) -> None:
         """Forget everything: it is on the device."""
-        self.size = self.num_values = 0
-        self.knows_values = False
-        self.is_merged = True
+        self.size = 0
 
     def mark(self, offsets: IntArray, lengths: IntArray) -> None:
         """Add ranges; of length 0 too.
@@ -65,7 +48,6 @@ class Journal:
         if end > self.offsets.size:
             self.make_room(offsets.size)
             end = self.size + offsets.size
-        self.knows_values = self.is_merged = False
         self.offsets[self.size : end] = offsets.ravel()
         self.lengths[self.size : end] = lengths.ravel()
         self.size = end
@@ -78,7 +60,6 @@ class Journal:
             np.concatenate((array[: self.size], np.empty(capacity - self.size, np.int64)))
             for array in (self.offsets, self.lengths)
         )
-        self.values = np.empty(capacity, np.int32)
 
     def merge(self) -> tuple[IntArray, IntArray]:
         """Return what is dirty as disjoint ascending ranges, and keep it in that form.
@@ -87,7 +68,6 @@ class Journal:
             offsets: [n] int64.
             lengths: [n] int64, at least 1.
         """
-        self.knows_values = self.is_merged = False  # their ranges may move
         offsets, lengths = self.offsets[: self.size], self.lengths[: self.size]
         if not lengths.all():
             kept = lengths > 0
@@ -109,70 +89,14 @@ def _merge_ranges(offsets: IntArray, lengths: IntArray) -> tuple[IntArray, IntAr
     return starts, ends[np.concatenate((first - 1, [ends.size - 1]))] - starts
 
 
-class _CompiledWrites(Writes):
-    """The changes of a commit, still in the journal: arrays are made when a backend asks for them.
-
-    One for all commits; `renew` makes it that of the next.
-    """
-
-    def __init__(self, rows: HostRows) -> None:
-        self.arena = rows.arena
-        self._rows = weakref.ref(rows)  # they hold this: no cycle may keep a mirror of gigabytes until it is collected
-        self._arrays: Writes | None = None
-
-    def renew(self, journal: Journal) -> None:
-        """Be the changes as the journal of the rows, merged, says now."""
-        self._arrays = None
-        self.num_ranges = journal.size
-        self.num_bytes = 12 * journal.size + 4 * journal.num_values
-
-    @property
-    def _plain(self) -> Writes:
-        if self._arrays is None:
-            self._arrays = self._owner().plain_writes()
-        return self._arrays
-
-    def _owner(self) -> HostRows:
-        rows = self._rows()
-        assert rows is not None, "a commit's changes are used after their table is gone"
-        return rows
-
-    @property
-    def offsets(self) -> IntArray:  # type: ignore[override]
-        return self._plain.offsets
-
-    @property
-    def lengths(self) -> IntArray:  # type: ignore[override]
-        return self._plain.lengths
-
-    @property
-    def values(self) -> IntArray:  # type: ignore[override]
-        return self._plain.values
-
-    @property
-    def groups(self) -> IntArray:
-        return self._plain.groups
-
-    @property
-    def rows(self) -> IntArray:
-        return self._plain.rows
-
-    @property
-    def columns(self) -> IntArray:
-        return self._plain.columns
-
-    def pack_changes(self, block: IntArray) -> int:
-        return self._owner().pack_changes(block)
-
-
-class HostRows:
-    """Rows of block ids for all groups. Operations are atomic: they change every group, or raise and change nothing.
+class NumpyRows:
+    """Rows of block ids for all groups, changed and sent by numpy.
 
     Attributes:
-        mirror: [arena.size] int32. What the device holds after a commit.
-        filled: [num_groups, max_num_reqs] int32, a view of it. Columns in use of each row.
         journal: what differs from the device.
     """
+
+    journal_type: type[Journal] = Journal
 
     def __init__(self, config: BlockTableConfig) -> None:
         groups, arena = config.groups, config.arena
@@ -187,7 +111,7 @@ class HostRows:
             ) from error
         self.filled: IntArray = arena.view(self._mirror, -1)
         # Room for a step that appends to every row: a count and a range of columns for each cell.
-        self.journal: Journal = Journal(4 * arena.num_groups * arena.num_rows + 64)
+        self.journal = self.journal_type(4 * arena.num_groups * arena.num_rows + 64)
         self.columns_per_block: IntArray = _column([group.blocks_per_kv_block for group in groups])
         self._capacity = _column([config.capacity(group) for group in range(len(groups))])
         self._max_columns = self._capacity * self.columns_per_block
@@ -203,70 +127,25 @@ class HostRows:
         steady = arena.num_rows * int(self.columns_per_block.sum()) + cells + sum(arena.widths)
         is_large = arena.size >= BULK_ENTRIES
         self._most_scattered = max(int(BULK_SHARE * arena.size), steady) if is_large else arena.size
-        self._compiled: Any = compiled_host_path()
-        self._geometry: IntArray = np.column_stack(
-            (
-                arena.group_offsets,
-                arena.widths,
-                self.columns_per_block[:, 0],
-                self._max_columns[:, 0],
-                self._lowest_ids,
-                self._id_limits,
-            )
-        ).astype(np.int64)
-        self._compiled_stamps: IntArray = np.zeros(arena.num_rows, np.int64)
-        self._stamp = 0
-        # Entries that compiled appends have noted and the mirror does not hold yet, oldest first.
-        self._num_late = self._late_per_call = 0
-        self._is_watched = self._compiled is None
-        num_late = 0 if self._is_watched else min(LATE_STEPS * arena.num_groups * arena.num_rows, MAX_LATE)
-        self._late: tuple[IntArray, IntArray] = np.empty(num_late, np.int64), np.empty(num_late, np.int32)
-        self._state: IntArray = np.empty(0, np.int64)
-        self._state_of: IntArray | None = None
-        self._writes = _CompiledWrites(self)
+        # Packed offsets are int32.
+        self._most_packed = min(self._most_scattered, MAX_RANGE) if arena.size <= MAX_INT32 else -1
+        self._num_bytes = 0  # of the changes that `writes` or `pack_changes` returned last
         self._indices: IntArray = np.arange(arena.num_rows)
         self._stamps: IntArray = np.zeros(arena.num_rows, np.int64)
 
     @property
     def mirror(self) -> IntArray:
-        """[arena.size] int32. What the device holds after a commit."""
-        if self._num_late:
-            self._catch_up()
         return self._mirror
 
     def watch(self) -> IntArray:
-        """Return the mirror, which from now on holds every change at once: somebody keeps a view of it."""
-        self._is_watched = True
-        return self.mirror
+        return self._mirror
 
-    def _catch_up(self) -> None:
-        self._compiled.catch_up(self._state, self._num_late, self._late_per_call)
-        self._num_late = self._late_per_call = 0
-
-    def _compiled_state(self) -> IntArray:
-        """Return what compiled functions reach by address: STATE of `blocktable_compiled.functions`."""
-        journal = self.journal
-        if self._state_of is not journal.offsets:  # it has grown, or this is the first call
-            self._state_of = journal.offsets
-            arrays = (journal.offsets, journal.lengths, journal.values)
-            self._state = np.array(
-                [
-                    *(self._mirror.ctypes.data, self._mirror.size),
-                    *(self._geometry.ctypes.data, self.arena.num_groups, self.arena.num_rows),
-                    self._compiled_stamps.ctypes.data,
-                    *(array.ctypes.data for array in arrays),
-                    journal.offsets.size,
-                    *(array.ctypes.data for array in self._late),
-                    int(self._expands),
-                ],
-                np.int64,
-            )
-        return self._state
+    def warmup(self) -> None:
+        pass
 
     # Checks. Everything below runs before the first entry changes.
 
     def check_rows(self, name: str, rows: Any) -> IntArray:
-        """Return rows as [n] int64: inside the table and distinct."""
         array = int_array(name, rows).astype(np.int64, copy=False)
         if array.size == 0:
             return array
@@ -352,91 +231,17 @@ class HostRows:
             )
         return columns
 
-    # Operations. Rows are [n] int64 that check_rows returned.
+    # Operations.
 
     def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
-        """Check the rows and append: compiled where that is installed and all is in order."""
         _require_counts(counts)
-        if self._compiled is None or not self._append_compiled(rows, block_ids, counts):
-            self.append(self.check_rows("rows", rows), block_ids, counts)
-
-    def _append_compiled(self, rows: Any, block_ids: Any, counts: Any) -> bool:
-        """Append in one compiled call; False with nothing changed where anything is out of the ordinary.
-
-        Ordinary are int64 arrays `rows` and `counts` and, for each group, an int32 array of the same size.
-        """
-        if type(block_ids) is np.ndarray:
-            block_ids = [block_ids]
-        elif type(block_ids) is not list and type(block_ids) is not tuple:
-            return False
-        num_groups = self.arena.num_groups
-        if not (type(rows) is type(counts) is np.ndarray and rows.dtype is counts.dtype is _INT64):
-            return False
-        if [*map(type, block_ids)].count(np.ndarray) != num_groups or rows.shape != counts.shape or rows.ndim != 1:
-            return False
-        sizes = [ids.nbytes for ids in block_ids]
-        try:
-            flat = block_ids[0] if num_groups == 1 else np.concatenate(block_ids)
-        except ValueError:  # some are not one-dimensional
-            return False
-        # Equal bytes that add up to the whole: each of them is int32, none a bool array that was promoted.
-        if flat.dtype is not _INT32 or sizes.count(sizes[0]) != num_groups or flat.nbytes != sizes[0] * num_groups:
-            return False
-        # Contiguous, aligned and writable: for any other kind Numba would compile once more.
-        if flat.ndim != 1 or not (rows.flags.carray and counts.flags.carray and flat.flags.carray):
-            return False
-        if not flat.size:
-            return rows.size == 0
-        journal = self.journal
-        self._stamp += 1
-        size = flat.size
-        num_late = -1
-        # After an append of as many blocks, with nothing between them that has looked at the mirror.
-        if size == self._late_per_call and size <= self._late[0].size and not self._is_watched:
-            if self._num_late + size > self._late[0].size:
-                self._catch_up()
-            num_late = self._num_late
-        result = self._compiled.append(rows, flat, counts, self._compiled_state(), self._stamp, journal.size, num_late)
-        if result < 0:
-            return False
-        if result & self._compiled.IS_LATE:
-            self._num_late = num_late + size
-        elif self._num_late:
-            self._catch_up()
-        self._late_per_call = size
-        # Without an expansion each of its ranges of one column is one id, and its value was noted.
-        is_first = journal.size == 0
-        journal.knows_values = is_first and not self._expands
-        journal.is_merged = is_first and bool(result & self._compiled.IS_MERGED)
-        journal.num_values = result >> self._compiled.VALUES_SHIFT
-        journal.size = result >> self._compiled.SIZE_SHIFT & self._compiled.SIZE_MASK
-        return True
+        self.append(self.check_rows("rows", rows), block_ids, counts)
 
     def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
-        """Check the rows and replace what they hold."""
         _require_counts(counts)
         self.set(self.check_rows("rows", rows), block_ids, counts)
 
-    def warmup(self) -> None:
-        """Compile what the compiled host path needs, on rows of its own."""
-        if self._compiled is None:
-            return
-        group = KVCacheGroup(block_size=1)
-        other = HostRows(
-            BlockTableConfig(
-                groups=[group, group], max_num_reqs=2, max_num_batched_tokens=1, max_model_len=8, width_alignment=1
-            )
-        )
-        one = np.ones(1, np.int64)
-        for _ in range(3):
-            other.append_rows(one, [one.astype(np.int32)] * 2, one)
-            other.writes().pack_changes(np.zeros(64, np.int32))
-            other.journal.clear()
-        other.truncate_rows(one, one)
-        other.writes()
-
     def append(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
-        """Add blocks behind what the rows hold."""
         ids, blocks = self.check_ids(block_ids, counts, rows.size)
         cells = self._first_filled + rows
         filled = self.mirror[cells]
@@ -447,41 +252,15 @@ class HostRows:
         self.journal.mark(starts, columns)
 
     def set(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
-        """Replace what the rows hold."""
         ids, blocks = self.check_ids(block_ids, counts, rows.size)
         columns = self._require_capacity(rows, blocks)
         self._replace(rows, columns, self._kernel_ids(ids, blocks))
 
     def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
-        """Check the rows and truncate: compiled where that is installed and all is in order."""
-        if self._compiled is None or not self._truncate_compiled(rows, num_blocks):
-            checked = self.check_rows("rows", rows)
-            self.truncate(checked, per_group_counts("num_blocks", num_blocks, self.arena.num_groups, checked.size))
-
-    def _truncate_compiled(self, rows: Any, num_blocks: Any) -> bool:
-        """Truncate in one compiled call; False with nothing changed where these are no int64 arrays of one length."""
-        if not (type(rows) is type(num_blocks) is np.ndarray and rows.dtype is num_blocks.dtype is _INT64):
-            return False
-        if rows.shape != num_blocks.shape or rows.ndim != 1 or not (rows.flags.carray and num_blocks.flags.carray):
-            return False
-        if self._num_late:
-            self._catch_up()
-        journal = self.journal
-        self._stamp += 1
-        size: int = self._compiled.truncate(rows, num_blocks, self._compiled_state(), self._stamp, journal.size)
-        if size < 0:
-            return False
-        if size != journal.size:
-            journal.knows_values = journal.is_merged = False
-        journal.size = size
-        return True
+        checked = self.check_rows("rows", rows)
+        self.truncate(checked, per_group_counts("num_blocks", num_blocks, self.arena.num_groups, checked.size))
 
     def truncate(self, rows: IntArray, num_blocks: IntArray | int) -> None:
-        """Keep the first blocks of each cell; where there are fewer, change nothing.
-
-        Args:
-            num_blocks: [num_groups, n] integers, or 0 for all.
-        """
         cells = self._first_filled + rows
         filled = self.mirror[cells]
         kept = np.minimum(filled, np.minimum(num_blocks, self._capacity) * self.columns_per_block)
@@ -489,7 +268,6 @@ class HostRows:
         self._null(self._starts(rows) + kept, filled - kept)
 
     def null(self, rows: IntArray, group: int, starts: IntArray, stops: IntArray) -> None:
-        """Make manager blocks `starts[i] .. stops[i] - 1` of each row NULL; later ones stay."""
         expansion = int(self.columns_per_block[group, 0])
         held = self.filled[group, rows] // expansion
         wrong = np.flatnonzero((starts < 0) | (starts > stops) | (stops > held))
@@ -503,7 +281,6 @@ class HostRows:
         self._null(first + starts * expansion, (stops - starts) * expansion)
 
     def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
-        """Replace each row dst[i] by what src[i] held before the call; with `vacate`, other sources become empty."""
         columns = self.mirror[self._first_filled + src].astype(np.int64)
         values = self.mirror[_entries(self._starts(src), columns)]
         if vacate:
@@ -513,12 +290,10 @@ class HostRows:
         self._replace(dst, columns, values)
 
     def occupied_rows(self) -> IntArray:
-        """Return the rows that hold a block in any group."""
         return np.flatnonzero(self.filled.any(0))
 
     def pending_counts(self, start: int, stop: int) -> IntArray:
-        """Return those of rows start .. stop - 1 whose filled count the device does not have yet, in any group."""
-        offsets, lengths = self.journal.merge()
+        offsets, lengths = self.pending_ranges()
         pending = np.zeros(self.arena.num_groups * self.arena.num_rows, np.bool_)
         entries = ranges(offsets, lengths)
         pending[entries[entries < pending.size]] = True
@@ -526,60 +301,43 @@ class HostRows:
         return rows
 
     def invalidate(self) -> None:
-        """Mark everything dirty, as one range."""
         self.journal.clear()
         self.journal.mark(np.zeros(1, np.int64), np.array([self.arena.size]))
 
-    def writes(self) -> Writes:
-        """Return what differs from the device, without forgetting it.
-
-        Where that is most of a large table, the whole arena as one range, which needs no scatter.
-        """
-        if self._compiled is None:
-            return self.plain_writes()
-        journal = self.journal
-        if not journal.is_merged:
-            journal.size, journal.num_values, is_in_place = self._compiled.merge(self._compiled_state(), journal.size)
-            journal.knows_values = journal.knows_values and is_in_place
-            journal.is_merged = True
-        if journal.num_values > (self._most_scattered if journal.size > 1 else MAX_RANGE):
-            return self.plain_writes()
-        self._writes.renew(journal)
-        return self._writes
-
-    def pack_changes_old(self, block: IntArray) -> int:
-        """Do `Writes.pack_changes` over the journal, which is merged."""
-        journal = self.journal
-        if self._num_late and not journal.knows_values:
-            self._catch_up()
-        used: int = self._compiled.pack_changes(self._compiled_state(), journal.knows_values, journal.size, block)
-        return used
+    # A commit.
 
     @property
     def has_changes(self) -> bool:
-        return self.journal.size > 0
+        return bool(self.journal.lengths[: self.journal.size].any())
 
-    def pack_changes(self, block: IntArray) -> int:
-        writes = self._made = self.plain_writes()
-        if writes.num_ranges == 0:
-            return 0
-        if writes.values.size > self._most_scattered or self.arena.size > 2**31:
-            return -1
-        return writes.pack_changes(block) or -1
+    def pending_ranges(self) -> tuple[IntArray, IntArray]:
+        return self.journal.merge()
 
-    def committed(self) -> int:
-        num = self.plain_writes().num_bytes
-        self.journal.clear()
-        return num
-
-    def plain_writes(self) -> Writes:
-        """As `writes`, by numpy."""
-        offsets, lengths = self.journal.merge()
+    def writes(self) -> Writes:
+        offsets, lengths = self.pending_ranges()
         if lengths.size > 1 and lengths.sum() > self._most_scattered:
             offsets, lengths = np.zeros(1, np.int64), np.array([self.arena.size])
         if lengths.size and lengths.max() > MAX_RANGE:
             offsets, lengths = _split_ranges(offsets, lengths)
-        return Writes(self.arena, offsets, lengths.astype(np.int32), _take(self.mirror, offsets, lengths))
+        return self._take_writes(offsets, lengths)
+
+    def pack_changes(self, block: IntArray) -> int:
+        offsets, lengths = self.pending_ranges()
+        if not lengths.size:
+            return 0
+        if lengths.sum() > self._most_packed:
+            return -1
+        return self._take_writes(offsets, lengths).pack_changes(block) or -1
+
+    def committed(self) -> int:
+        self.journal.clear()
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return num_bytes
+
+    def _take_writes(self, offsets: IntArray, lengths: IntArray) -> Writes:
+        writes = Writes(self.arena, offsets, lengths.astype(np.int32), _take(self.mirror, offsets, lengths))
+        self._num_bytes = writes.num_bytes
+        return writes
 
     # Steps of an operation.
 

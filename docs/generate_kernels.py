@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/kernels.md"
 COMMAND = "python docs/generate_kernels.py"
 
-STEP_KERNELS = ("scatter_writes", "null_stale_columns", "gather_block_tables", "map_slots")
+STEP_KERNELS = ("apply_changes", "null_stale_columns", "gather_block_tables", "map_slots")
 EXPORT_KERNELS = (
     *("count_entries", "start_requests", "write_indices", "write_table"),
     *("clear_inverse_map", "write_inverse_map", "gather_state_indices"),

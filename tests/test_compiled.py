@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from blocktable import BlockTable, BlockTableConfig, BlockTableError, ContextParallel, KVCacheGroup
-from blocktable.rows import HostRows
+from blocktable.host_path import HostPath, make_rows
+from blocktable.rows import NumpyRows
 
 pytest.importorskip("numba", reason="the compiled host path stands on Numba")
+
+from blocktable_compiled.rows import CompiledRows
 
 CONFIG = BlockTableConfig(
     groups=[
@@ -31,33 +34,37 @@ ONE_GROUP = BlockTableConfig(
 )
 
 
-def both(config: BlockTableConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[HostRows, HostRows]:
-    made = []
-    for path in ("compiled", "numpy"):
-        monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
-        made.append(HostRows(config))
-    return made[0], made[1]
+def both(config: BlockTableConfig) -> tuple[CompiledRows, NumpyRows]:
+    return CompiledRows(config), NumpyRows(config)
 
 
-def same(compiled: HostRows, plain: HostRows) -> None:
+def packed(host: HostPath, size: int = 2000) -> list[int]:
+    block = np.zeros(size, np.int32)
+    used = host.pack_changes(block)
+    return [used, *block[: max(0, used)].tolist()]
+
+
+def same(compiled: CompiledRows, plain: NumpyRows) -> None:
+    assert compiled.has_changes == plain.has_changes
+    assert packed(compiled) == packed(plain)
     assert np.array_equal(compiled.mirror, plain.mirror)
     first, second = compiled.writes(), plain.writes()
-    blocks = [np.zeros(2000, np.int32) for _ in range(2)]
-    used = [writes.pack_changes(block) for writes, block in zip((first, second), blocks, strict=True)]
-    assert used[0] == used[1]
-    assert np.array_equal(blocks[0][: used[0]], blocks[1][: used[1]])
-    assert (first.num_ranges, first.num_bytes) == (second.num_ranges, second.num_bytes)
+    assert first.num_bytes == second.num_bytes
     for name in ("offsets", "lengths", "values"):
         assert np.array_equal(getattr(first, name), getattr(second, name))
-    assert [writes.pack_changes(np.zeros(6, np.int32)) for writes in (first, second)] == [5 * (used[0] == 5)] * 2
+    assert compiled.has_changes == plain.has_changes == (first.num_ranges > 0)
+    block = np.zeros(2000, np.int32)
+    used = first.pack_changes(block)  # backends may still pack what `writes` returns
+    assert packed(compiled) == ([used, *block[:used].tolist()] if first.num_ranges else [0])
+    assert packed(compiled, 6) == packed(plain, 6) == [-1 if first.num_ranges else 0]
 
 
 @pytest.mark.parametrize("config", [CONFIG, ONE_GROUP], ids=["groups", "one"])
 @pytest.mark.parametrize("seed", range(5))
-def test_random_histories_are_equal(config: BlockTableConfig, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_histories_are_equal(config: BlockTableConfig, seed: int) -> None:
     """Rules: R4, R6, R9."""
     rng = np.random.default_rng(seed)
-    pair = both(config, monkeypatch)
+    pair = both(config)
     taken = 0
     for step in range(120):
         rows = rng.permutation(12)[: rng.integers(0, 13)]
@@ -84,8 +91,8 @@ def test_random_histories_are_equal(config: BlockTableConfig, seed: int, monkeyp
                 host.truncate(np.arange(12), 0)
         same(*pair)
         if step % 3 == 0:
-            for host in pair:
-                host.journal.clear()
+            assert len({host.committed() for host in pair}) == 1
+            assert not any(host.has_changes for host in pair)
     assert taken > 40
 
 
@@ -103,12 +110,10 @@ def test_random_histories_are_equal(config: BlockTableConfig, seed: int, monkeyp
         ([0, 1], [[1, 2], [3, 4]], [1, 1]),
     ],
 )
-def test_what_is_wrong_is_refused_alike(
-    rows: list[int], ids: list[list[int]], counts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_refused_alike(rows: list[int], ids: list[list[int]], counts: list[int]) -> None:
     """Rules: R6, R7."""
     messages = []
-    for host in both(CONFIG, monkeypatch):
+    for host in both(CONFIG):
         with pytest.raises(BlockTableError) as caught:
             host.append_rows(np.array(rows), [np.array(g, np.int32) for g in ids], np.array(counts))
         messages.append((type(caught.value), str(caught.value)))
@@ -118,11 +123,11 @@ def test_what_is_wrong_is_refused_alike(
 
 
 @pytest.mark.parametrize("wrong", [np.array([True, True]), np.array([1.0, 2.0]), np.array([[1, 2]], np.int32)])
-def test_arrays_that_numpy_would_promote_are_refused_alike(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_numpy_would_promote_are_refused_alike(wrong: Any) -> None:
     """Rules: R7."""
     right = np.array([1, 2], np.int32)
     messages = []
-    for host in both(CONFIG, monkeypatch):
+    for host in both(CONFIG):
         with pytest.raises(BlockTableError) as caught:
             host.append_rows(np.array([0, 1]), [right, wrong, right], np.array([1, 1]))
         messages.append(str(caught.value))
@@ -132,7 +137,7 @@ def test_arrays_that_numpy_would_promote_are_refused_alike(wrong: Any, monkeypat
 
 def test_the_steady_append_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above compares two paths, not one with itself."""
-    host = both(CONFIG, monkeypatch)[0]
+    host = both(CONFIG)[0]
     calls: list[Any] = []
     monkeypatch.setattr(host, "append", lambda *args: calls.append(args))
     host.append_rows(np.array([3, 1]), [np.array([5, 6], np.int32)] * 3, np.array([1, 1]))
@@ -150,7 +155,7 @@ def test_most_of_a_large_table_is_sent_as_one_range(
     config = BlockTableConfig(
         groups=[KVCacheGroup(block_size=16)], max_num_reqs=256, max_num_batched_tokens=64, max_model_len=16 * 512
     )
-    host = HostRows(config)
+    host = make_rows(config)
     rows = np.arange(num_rows)[::-1].copy()
     host.set(rows, np.tile(np.arange(1, 481, dtype=np.int32), num_rows), np.full(num_rows, 480))
     writes = host.writes()
@@ -161,11 +166,15 @@ def test_most_of_a_large_table_is_sent_as_one_range(
     ):
         sent[offset : offset + length] = values
     assert np.array_equal(sent, host.mirror)
+    if num_ranges == 1:
+        assert host.pack_changes(np.zeros(config.arena.size, np.int32)) == -1
+    assert host.committed() == writes.num_bytes
+    assert not host.has_changes
 
 
-def test_an_unsorted_append_survives_a_look_at_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsorted_append_survives_a_look_at_the_journal() -> None:
     """Values that the append noted are not taken once their ranges have moved. Rules: R9."""
-    compiled, plain = both(ONE_GROUP, monkeypatch)
+    compiled, plain = both(ONE_GROUP)
     for host in (compiled, plain):
         host.append_rows(np.array([3, 1]), np.array([30, 10], np.int32), np.array([1, 1]))
         host.pending_counts(0, 12)
@@ -174,45 +183,42 @@ def test_an_unsorted_append_survives_a_look_at_the_journal(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("config", [CONFIG, ONE_GROUP], ids=["groups", "one"])
-def test_a_mirror_that_is_behind_shows_nowhere(
-    config: BlockTableConfig, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mirror_that_is_behind_shows_nowhere(config: BlockTableConfig, seed: int) -> None:
     """Appends of one block each, one after another, are only noted; whatever looks sees them. Rules: R4, R5, R9."""
     rng = np.random.default_rng(seed)
-    pair = both(config, monkeypatch)
+    pair = both(config)
     was_behind = 0
     for step in range(200):
         rows = np.sort(rng.permutation(12)[:5]) if step % 5 else rng.permutation(12)[:5]
         ids = [rng.integers(1, 400, 5).astype(np.int32) for _ in config.groups]
         empties, copies, looks = rng.integers(0, 12, 3) == 0
-        packed = []
+        laid_out = []
         for host in pair:
             if empties or (host.filled >= 4).any():
                 host.truncate_rows(np.arange(12), np.full(12, int(looks)))
             host.append_rows(rows, ids, np.ones(5, np.int64))
             if copies:
                 host.copy(np.array([1, 2]), np.array([2, 5]), vacate=True)
-            block = np.zeros(2000, np.int32)
-            packed.append(block[: host.writes().pack_changes(block)].tolist())
-        assert packed[0] == packed[1]
+            laid_out.append(packed(host))
+        assert laid_out[0] == laid_out[1]
         was_behind += pair[0]._num_late > 0
         if looks:
             same(*pair)
         for host in pair:
-            host.journal.clear()
+            host.committed()
     same(*pair)
     assert (was_behind > 20) == (config is ONE_GROUP)  # a group of several columns a block writes at once
 
 
-def test_more_late_entries_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_late_entries_than_there_is_room_for() -> None:
     """Rules: R4."""
     config = BlockTableConfig(
         groups=[KVCacheGroup(block_size=16)], max_num_reqs=4, max_num_batched_tokens=64, max_model_len=16 * 100
     )
-    host = both(config, monkeypatch)[0]
+    host = both(config)[0]
     for step in range(90):
         host.append_rows(np.arange(4), np.arange(1, 5, dtype=np.int32) + 4 * step, np.ones(4, np.int64))
-        host.journal.clear()
+        host.committed()
     assert host._num_late > 0
     assert host.mirror[config.arena.group_offsets[0] :].reshape(4, -1)[:, :90].T.ravel().tolist() == list(range(1, 361))
 
@@ -230,7 +236,7 @@ def test_a_view_of_the_host_table_follows_every_change() -> None:
     table.verify()
 
 
-def test_more_columns_than_a_result_can_count_are_left_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_columns_than_a_result_can_count_are_left_to_numpy() -> None:
     """2**29 columns in one append: nothing may be changed by the time it is refused. Rules: R6."""
     config = BlockTableConfig(
         groups=[KVCacheGroup(block_size=2**28, kernel_block_size=1)],
@@ -238,10 +244,10 @@ def test_more_columns_than_a_result_can_count_are_left_to_numpy(monkeypatch: pyt
         max_num_batched_tokens=1,
         max_model_len=2**29,
     )
-    host = both(config, monkeypatch)[0]  # its 2 GiB are never touched
+    host = both(config)[0]  # its 2 GiB are never touched
     assert not host._append_compiled(np.array([0]), np.array([1, 2], np.int32), np.array([2]))
     assert host.filled.tolist() == [[0]]
-    assert host.journal.size == 0
+    assert not host.has_changes
 
 
 @pytest.mark.parametrize("path", ["compiled", "numpy"])
@@ -265,7 +271,7 @@ def test_ranges_are_cut_where_their_lengths_would_not_fit(path: str, monkeypatch
     """Rules: R9."""
     monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
     monkeypatch.setattr("blocktable.rows.MAX_RANGE", 100)
-    host = HostRows(ONE_GROUP)
+    host = make_rows(ONE_GROUP)
     host.invalidate()
     writes = host.writes()
     assert writes.num_ranges == writes.offsets.size == -(-ONE_GROUP.arena.size // 100)
@@ -283,6 +289,7 @@ def test_a_recording_leaves_the_table_as_fast_as_it_was(tmp_path: Path) -> None:
         if step == 6:
             recorder.close()
         table.append_rows(np.arange(4), np.arange(1, 5, dtype=np.int32) + 4 * step, np.ones(4, np.int64))
+        assert isinstance(table._rows, CompiledRows)
         late.append(table._rows._num_late)
-        table._rows.journal.clear()
+        table._rows.committed()
     assert late == [0, 4, 8, 0, 4, 8, 12, 16, 20]

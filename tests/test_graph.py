@@ -7,9 +7,12 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from blocktable import StepGraph
+from blocktable import BlockTable, BlockTableConfig, KVCacheGroup
+from blocktable.device import DeviceBackend, EmulatedDriver, KernelOptions, signature_of
+from blocktable.device.graph import StepGraph
 
 
 class Driver(ModuleType):
@@ -18,6 +21,8 @@ class Driver(ModuleType):
     Attributes:
         befores: what each kernel node was told to wait for, in full.
         edges: (before, after, port, type) of what was ordered otherwise.
+        updates: node, function and blocks of each node that was set anew.
+        launches: of graphs.
     """
 
     def __init__(self, version: int, capability: int) -> None:
@@ -25,6 +30,10 @@ class Driver(ModuleType):
         self.version, self.capability = version, capability
         self.befores: list[list[int]] = []
         self.edges: list[tuple[int, int, int, int]] = []
+        self.updates: list[tuple[int, int, int]] = []
+        self.launches = 0
+        self.CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
+        self.CUfunction = int
         self.CUgraphEdgeData = SimpleNamespace
         self.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
         self.CUgraphDependencyType = SimpleNamespace(CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC=1)
@@ -65,23 +74,161 @@ class Driver(ModuleType):
     def cuGraphDestroy(self, graph: str) -> Any:
         return (0,)
 
+    def cuGraphExecKernelNodeSetParams(self, graph: str, node: int, params: Any) -> Any:
+        self.updates.append((node, params.func, params.gridDimX))
+        return (0,)
+
+    def cuGraphLaunch(self, graph: str, stream: int) -> Any:
+        self.launches += 1
+        return (0,)
+
+
+class GraphKernel:
+    """A kernel that is only ever a node."""
+
+    num_threads, shared_bytes, num_extra, tile = 128, 0, 0, 128
+
+    def __init__(self, name: str = "apply_changes") -> None:
+        self.name = name
+        self.function = hash(name)
+
+    def __call__(self, grid: Any, arguments: Any, stream: int) -> None:
+        """Nothing is run."""
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what puts a driver in place of CUDA's."""
+
+    def install(driver: Driver) -> Driver:
+        bindings: Any = ModuleType("cuda.bindings")
+        bindings.driver = driver
+        modules = {"cuda": ModuleType("cuda"), "cuda.bindings": bindings, "cuda.bindings.driver": driver}
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        return driver
+
+    return install
+
+
+def launch(kernel: Any, value: int = 0, blocks: int = 1) -> Any:
+    return kernel, (blocks, 1), (value,) * len(signature_of(kernel.name).arguments)
+
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("version", [12020, 12030, 13000])
 @pytest.mark.parametrize("capability", [8, 9, 10])
 def test_kernels_overlap_only_where_gpu_and_driver_can(
-    capability: int, version: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+    capability: int, version: int, overlaps: bool, install: Any
 ) -> None:
     """Rules: R9, R21."""
-    driver = Driver(version, capability)
-    bindings: Any = ModuleType("cuda.bindings")
-    bindings.driver = driver
-    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.driver", driver)):
-        monkeypatch.setitem(sys.modules, name, module)
-    nodes: Any = [SimpleNamespace(params=number) for number in range(3)]
-    graph = StepGraph(nodes, overlaps=overlaps)
-    assert graph.overlaps == (overlaps and capability >= 9 and version >= 12030)
-    if graph.overlaps:
+    driver = install(Driver(version, capability))
+    StepGraph([launch(GraphKernel()) for _ in range(3)], overlaps=overlaps)
+    if overlaps and capability >= 9 and version >= 12030:
         assert (driver.befores, driver.edges) == ([[], [], []], [(0, 1, 1, 1), (1, 2, 1, 1)])
     else:
         assert (driver.befores, driver.edges) == ([[], [0], [1]], [])
+
+
+def test_only_what_has_changed_is_set_anew(install: Any) -> None:
+    """A launch is set where it is another object; a node may change its kernel and grid. Rules: R21."""
+    driver = install(Driver(13000, 9))
+    first, second = GraphKernel(), GraphKernel("step_batch")
+    launches = [launch(first), launch(second)]
+    graph = StepGraph(launches)
+    graph.run(launches, 7)
+    driver.updates.clear()
+    graph.run(launches, 7)
+    assert (driver.updates, driver.launches) == ([], 2)
+    other = GraphKernel("apply_changes_240")
+    graph.run([launch(other, 1, 3), launches[1]], 7)
+    assert driver.updates == [(0, other.function, 3)]
+    graph.run([launches[0], launch(second, 5)], 7)
+    assert driver.updates[1:] == [(0, first.function, 1), (1, second.function, 1)]
+
+
+class Gpu(EmulatedDriver):
+    """Host memory that passes for a GPU's, whose kernels are only ever nodes."""
+
+    is_emulated, overlaps = False, True
+    variants = frozenset({"step_batch"})
+
+    def kernel(self, name: str, options: KernelOptions) -> Any:
+        return GraphKernel(name)
+
+    def is_capturing(self, stream: int) -> bool:
+        return False
+
+
+class GpuBackend(DeviceBackend):
+    """A backend over it."""
+
+    name = "gpu"
+
+    def why_unavailable(self) -> None:
+        return None
+
+    def place(self, device: Any) -> int:
+        return 0
+
+    def make_driver(self, place: int) -> Gpu:
+        return Gpu()
+
+    def graph_problem(self) -> None:
+        return None
+
+
+class Tensor:
+    """As torch's, on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, *shape: int, dtype: str) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def numel(self) -> int:
+        return self.shape[0]
+
+    def data_ptr(self) -> int:
+        return id(self)
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_a_steady_step_is_few_calls(appends: bool, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 15 Python calls of ours from step() to the graph's launch, where the host path is compiled. Rules: R9."""
+    monkeypatch.setenv("BLOCKTABLE_STAGING", "mapped")
+    driver = install(Driver(13000, 9))
+    config = BlockTableConfig(
+        groups=[KVCacheGroup(block_size=16)], max_num_reqs=8, max_num_batched_tokens=64, max_model_len=1 << 20
+    )
+    table = BlockTable(config, GpuBackend(is_emulated=False))
+    if appends and type(table._rows).__name__ != "CompiledRows":
+        pytest.skip("the host path is not compiled here")
+    inputs: Any = Tensor(4, dtype="int32"), Tensor(5, dtype="int32"), Tensor(4, dtype="int64")
+    rows, ids, ones = np.arange(4), np.arange(1, 5, dtype=np.int32), np.ones(4, np.int64)
+    called: list[str] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        ours = frame.f_code.co_filename != __file__ or frame.f_code.co_name == "is_capturing"
+        if event == "call" and ours:
+            called.append(frame.f_code.co_qualname)
+
+    assert table._lender is not None
+    table._lender._marks.shown[0] = 1 << 40  # no kernel shows a mark here
+    table.step(*inputs)
+    monkeypatch.setattr(table, "_current_stream", lambda: 7)  # a call of torch's, in C
+    for _ in range(4):
+        if appends:
+            table.append_rows(rows, ids, ones)
+        launches = driver.launches
+        called.clear()
+        sys.setprofile(note)
+        try:
+            table.step(*inputs)
+        finally:
+            sys.setprofile(None)
+        assert driver.launches == launches + 1
+    assert len(called) <= 15, called

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = ("__init__.py", "block_store.py", "slot_mapper.py", "kernels.py", "exports.py", "py.typed")
+FILES = ("__init__.py", "py.typed")
 BACKENDS = {
-    "numpy": (),
-    "triton": ("device.py",),
-    "cupy": ("device.py", "kernels.cu", "exports.cu"),
-    "numba": ("device.py",),
+    "numpy": ("block_store.py", "slot_mapper.py", "kernels.py", "exports.py"),
+    "triton": ("driver.py", "kernels.py", "exports.py"),
+    "cupy": ("driver.py", "kernels.cu", "exports.cu"),
+    "numba": ("driver.py", "kernels.py", "exports.py"),
 }
-"""Backend -> files that it has besides FILES: a device backend has its memory and streams in a file of one name."""
+"""Backend -> files that it has besides FILES: its own store, or a driver for the core's."""
 
 
 def load_generator() -> Any:
@@ -77,7 +77,7 @@ def _helper(x):
 
 
 @jit
-def scatter_writes(a):
+def apply_changes(a):
     while a:
         # step 1: begin
         if a:
@@ -87,7 +87,7 @@ def scatter_writes(a):
     more()
 
 
-def launch_scatter_writes():
+def launch_apply_changes():
     pass
 
 
@@ -105,7 +105,7 @@ static int helper(int x) {
   return x;
 }
 
-extern "C" __global__ void scatter_writes(
+extern "C" __global__ void apply_changes(
     int a  // [1]
 ) {
   for (;;) {
@@ -125,8 +125,8 @@ extern "C" __global__ void another(int a) {
 @pytest.mark.parametrize(("source", "is_cuda"), [(PYTHON, False), (CUDA, True)])
 def test_steps_are_read_by_number_to_the_end_of_their_block(source: str, is_cuda: bool) -> None:
     kernels = generator.read_kernels(source, is_cuda)
-    assert list(kernels) == ["scatter_writes"] if is_cuda else ["scatter_writes", "map_slots"]
-    found = [(step.number, step.text, step.code) for step in kernels["scatter_writes"]]
+    assert list(kernels) == ["apply_changes"] if is_cuda else ["apply_changes", "map_slots"]
+    found = [(step.number, step.text, step.code) for step in kernels["apply_changes"]]
     if is_cuda:
         assert found == [
             (1, "begin", "int b = helper(a);"),

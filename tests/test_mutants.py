@@ -1,8 +1,9 @@
 """The suite is tested by what it must catch: backends and a core with one fault each.
 
 A mutant must fail by an assertion that names its rule, never by an exception of another kind; the same run over the
-unmutated backend and core must pass. Kernel mutants are run on the padding, bounds, geometry, call and poison cases,
-core mutants on the hand-drawn cases; neither on the sweeps, properties and histories, which would only take longer.
+unmutated backend and core must pass. Kernel mutants are run on the padding, bounds, geometry, call, poison and memory
+cases, core mutants on the hand-drawn cases; neither on the sweeps, properties and histories, which would only take
+longer.
 """
 
 import json
@@ -53,7 +54,8 @@ def verdicts_of(plain: str, wrong: str, names: Iterable[str], selection: str, pa
 
 @pytest.fixture(scope="module")
 def kernel_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    path, selection = tmp_path_factory.mktemp("kernels") / "verdict.json", "(cases or poison) and not partition"
+    path = tmp_path_factory.mktemp("kernels") / "verdict.json"
+    selection = "(cases or poison or memory) and not partition"
     return verdicts_of("plain_backend:PlainBackend", "wrong_backends", wrong_backends.CAUGHT_BY, selection, path)
 
 

@@ -1,4 +1,4 @@
-"""The numpy backend's gather copies only what changed since the last one into the same set, and misses nothing."""
+"""The numpy backend's gather copies only rows that changed since the last one into the same set, and misses none."""
 
 from __future__ import annotations
 
@@ -60,16 +60,17 @@ def write(table: bt.BlockTable, offset: int, values: list[int]) -> None:
     )
 
 
-def test_a_steady_gather_writes_only_what_changed() -> None:
-    """A mark planted in a batch row stays there while the row is only appended to; another row wipes it out."""
+def test_a_steady_gather_copies_only_rows_that_changed() -> None:
+    """A mark planted in a batch row stays there until its row changes, or until another row stands there."""
     table = make_table()
     batch = table.buffers.block_tables[0]
-    batch[2, :2] = MARK
+    batch[1:3, :2] = MARK
     table.append_row(2, [[90], [91], [92]])
     table.truncate_row(3, 1)
     table.commit()
     table.gather(EVERY_ROW)
-    assert batch[2, :5].tolist() == [MARK, MARK, 9, 90, 0]
+    assert batch[1, :4].tolist() == [MARK, MARK, 6, 0]
+    assert batch[2, :5].tolist() == [7, 8, 9, 90, 0]
     assert batch[3, :3].tolist() == [10, 0, 0]
     check_gather(table, EVERY_ROW[::-1].copy())
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktable import BlockTableConfig
-from blocktable.replay.checker import expected_block_table, expected_slots
-from blocktable.replay.record import NULLED
 from blocktable_conformance import golden, make_vectors
 from blocktable_conformance.oracle import OracleTable, Share
 from blocktable_conformance.pair import plain
 from blocktable_conformance.strategies import batches, bulk_calls, configs
+from blocktable_replay.checker import expected_block_table, expected_slots
+from blocktable_replay.record import NULLED
 
 VECTORS = list(golden.load())
 

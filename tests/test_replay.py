@@ -14,16 +14,16 @@ import pytest
 
 import blocktable as bt
 from blocktable import cli
-from blocktable.replay import synthetic
-from blocktable.replay.lane import Lane
-from blocktable.replay.options import ReplayOptions
-from blocktable.replay.plan import Counters
-from blocktable.replay.progress import PlainProgress, RichProgress, SilentProgress, make_progress
-from blocktable.replay.readers import read_trace
-from blocktable.replay.result import ReplayResult
-from blocktable.replay.run import Replay, unfit_requests
-from blocktable.replay.traces import Trace
 from blocktable_numpy import NumpyBackend, NumpyBlockStore, NumpySlotMapper
+from blocktable_replay import synthetic
+from blocktable_replay.lane import Lane
+from blocktable_replay.options import ReplayOptions
+from blocktable_replay.plan import Counters
+from blocktable_replay.progress import PlainProgress, RichProgress, SilentProgress, make_progress
+from blocktable_replay.readers import read_trace
+from blocktable_replay.result import ReplayResult
+from blocktable_replay.run import Replay, unfit_requests
+from blocktable_replay.traces import Trace
 
 FULL = bt.KVCacheGroup(block_size=16)
 WINDOWED = bt.KVCacheGroup(block_size=64, kernel_block_size=16, sliding_window=200)
@@ -353,7 +353,7 @@ def test_a_bar_where_rich_and_a_terminal_are(
 
 def test_plain_progress_is_seldom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    monkeypatch.setattr("blocktable.replay.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("blocktable_replay.progress.time.monotonic", lambda: now)
     progress = PlainProgress(100)
     for step in range(1, 6401):
         now = step / 100

@@ -8,7 +8,8 @@ import pytest
 
 import blocktable as bt
 from blocktable.config import SlotMode
-from blocktable.replay.checker import (
+from blocktable_conformance.oracle import OracleTable
+from blocktable_replay.checker import (
     BatchNames,
     ExpectedStep,
     compare_block_table,
@@ -16,8 +17,7 @@ from blocktable.replay.checker import (
     expected_block_table,
     expected_slots,
 )
-from blocktable.replay.record import NULLED
-from blocktable_conformance.oracle import OracleTable
+from blocktable_replay.record import NULLED
 
 MODES: tuple[SlotMode, ...] = ("linear", "linear", "linear", "ring", "none")
 NUM_ROWS = 5

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from blocktable import BlockTable, BlockTableConfig, KVCacheGroup, Writes, ranges
+from blocktable.rows import NumpyRows
 
 CONFIG = BlockTableConfig(
     groups=[KVCacheGroup(block_size=16), KVCacheGroup(block_size=48, kernel_block_size=16)],
@@ -69,6 +70,26 @@ def test_a_row_that_ends_stays_small() -> None:
     block = np.full(64, -1, np.int32)
     used = Writes(arena, offsets, lengths, np.zeros(8193, np.int32)).pack_changes(block)
     assert block[:used].tolist() == [1, 0, 0, 1, 8192, 1, 0, arena.size - 8192, 0]
+
+
+def test_changes_stay_pending_until_they_are_committed() -> None:
+    """Rules: R9."""
+    host, block = NumpyRows(CONFIG), np.zeros(100, np.int32)
+    assert not host.has_changes
+    assert host.pack_changes(block) == host.committed() == 0
+    host.append_rows([2, 0], [[5, 6], [7, 8]], [1, 1])
+    for _ in range(2):
+        assert host.has_changes
+        writes = host.writes()
+        assert (writes.num_ranges, writes.values.size) == (8, 12)
+        assert host.pack_changes(np.zeros(20, np.int32)) == -1
+        assert host.pack_changes(block) == 5 + 2 * 6 + 2 * 2 + 6
+        assert block[:5].tolist() == [6, 2, 6, 0, 0]
+    assert host.committed() == 12 * 8 + 4 * 12
+    assert not host.has_changes
+    host.truncate_rows([0, 2], [1, 1])  # they hold no more
+    assert not host.has_changes
+    assert host.pack_changes(block) == host.committed() == 0
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64])

@@ -14,12 +14,22 @@ from blocktable import (
     Batch,
     BlockTableConfig,
     ExportBuffers,
+    KVCacheGroup,
     Layout,
     StepBuffers,
     Writes,
+    ranges,
 )
-from blocktable_numpy.exports import NumpyExports
-from blocktable_numpy.kernels import Ints, Shown, gather_block_tables, null_stale_columns, scatter_writes
+from blocktable_numpy.exports import (
+    clear_inverse_map,
+    count_entries,
+    gather_state_indices,
+    start_requests,
+    write_indices,
+    write_inverse_map,
+    write_table,
+)
+from blocktable_numpy.kernels import Ints, apply_changes, gather_block_tables, null_stale_columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,16 +37,22 @@ class NumpyBuffers(StepBuffers):
     """Outputs, and what they show.
 
     Attributes:
-        batch: [arena.size] int32. The batch tables, laid out as the arena; `shown.held` lies where its counts do.
-        shown: what each batch row shows.
+        batch: [arena.size] int32. The batch tables, laid out as the arena.
+        held: [num_groups, max_num_reqs] int32, a view of it. Batch row -> columns it holds; the others are NULL.
+        shown: [4, num_groups, max_num_reqs] int64. Batch row -> what decides its contents: the row, the columns that
+            the window has left behind, the columns in use, the last write to the row. -1: the batch row is NULL.
     """
 
     batch: Ints
-    shown: Shown
+    held: Ints
+    shown: Ints
 
 
 class NumpyBlockStore:
     """Arena, gather and outputs of one table.
+
+    A gather copies only the rows that its buffers do not show yet. To copy every row in every step takes 1.5 ms for 256
+    decodes in 8 groups, instead of 0.4 ms: rows of 250 columns, of which 16 change.
 
     Attributes:
         config: as given.
@@ -52,29 +68,23 @@ class NumpyBlockStore:
         self.filled: Ints = self.table(-1)
         group_starts, widths = np.array(arena.group_offsets)[:, None], np.array(arena.widths)[:, None]
         self.row_starts: Ints = group_starts + widths * np.arange(arena.num_rows)
-        self._bounds: Ints = np.append(self.row_starts, arena.size)  # filled counts end at the first, a row at the next
-        # Of each row's columns: how many writes changed some, and the first one that the last of these changed.
-        self._versions: Ints = np.zeros_like(self.row_starts)
-        self._lowest: Ints = np.zeros_like(self.row_starts)
-        self._exports = NumpyExports(self)
+        # [num_groups] int64.
+        self._blocks_per_kv_block: Ints = np.array([group.blocks_per_kv_block for group in config.groups])
+        # [num_groups, max_num_reqs] int64. Row -> number of the last write to its columns.
+        self._last_writes: Ints = np.zeros_like(self.row_starts)
+        self._num_writes: int = 0
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
         self._note_changes(writes.offsets, writes.lengths)
-        scatter_writes(writes.offsets, writes.lengths, writes.values, self.arena)
+        apply_changes(writes.offsets, writes.lengths, writes.values, self.arena)
 
     def _note_changes(self, offsets: Ints, lengths: Ints) -> None:
-        """Count a write for every row whose columns it touches; for all rows where a range runs over several."""
-        versions, lowest = self._versions.ravel(), self._lowest.ravel()
-        rows = self._bounds.searchsorted(offsets, side="right") - 1  # of all groups together; -1: filled counts
-        if (offsets + lengths > self._bounds[rows + 1]).any():
-            versions += 1
-            lowest.fill(0)
-            return
-        num_counts = rows.searchsorted(0)  # ranges ascend, and filled counts come first
-        rows, columns = rows[num_counts:], offsets[num_counts:] - self._bounds[rows[num_counts:]]
-        versions[rows] += 1  # once, however many ranges a row has
-        lowest[rows] = columns
-        np.minimum.at(lowest, rows, columns)
+        """Number a write, and note it for every row whose columns it touches."""
+        self._num_writes += 1
+        row_starts, last_writes = self.row_starts.ravel(), self._last_writes.ravel()  # of all groups, ascending
+        first, last = (row_starts.searchsorted(entry, "right") - 1 for entry in (offsets, offsets + lengths - 1))
+        rows = ranges(first, last - first + 1)
+        last_writes[rows[rows >= 0]] = self._num_writes  # -1: filled counts, which lie before the first row
 
     def table(self, group: int) -> Ints:
         view: Ints = self.config.arena.view(self.arena, group)
@@ -90,37 +100,71 @@ class NumpyBlockStore:
                 np.full(self.config.max_num_batched_tokens, PAD_SLOT_ID, slot_dtype) for _ in self.config.groups
             ),
             batch=batch,
-            shown=Shown(arena.view(batch, -1)),
+            held=arena.view(batch, -1),
+            shown=np.full((4, *self.row_starts.shape), -1),
         )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
         assert isinstance(out, NumpyBuffers)
         out.batch.fill(NULL_BLOCK_ID)
-        out.shown.forget()
+        out.shown.fill(-1)
         for slots in out.slot_mappings:
             slots.fill(PAD_SLOT_ID)
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         assert isinstance(out, NumpyBuffers)
-        idx_mapping = self.rows_of(batch)
-        null_stale_columns(idx_mapping, self.filled, self.row_starts, out.shown, out.batch)
+        rows, first_columns = self.rows_of(batch), self.first_columns(batch)
+        is_shown = self._update_shown(rows, first_columns, out.shown)
+        null_stale_columns(rows, self.filled, self.row_starts, out.held, out.batch)
         gather_block_tables(
-            idx_mapping,
-            self.first_columns(batch),
-            self.filled,
-            self._versions,
-            self._lowest,
-            self.arena,
-            self.row_starts,
-            out.shown,
-            out.batch,
+            rows, first_columns, self.filled, self.arena, self.row_starts, is_shown, out.held, out.batch
         )
 
+    def _update_shown(self, rows: Ints, first_columns: Ints, shown: Ints) -> Ints:
+        """Note what a gather shows; return [num_groups, num_reqs] bool, whether the batch row shows it already."""
+        wanted = np.stack(
+            (
+                np.broadcast_to(rows, first_columns.shape),
+                first_columns,
+                self.filled.take(rows, axis=1),
+                self._last_writes.take(rows, axis=1),
+            )
+        )
+        is_shown: Ints = (shown[..., : rows.size] == wanted).all(0)
+        shown[..., : rows.size], shown[..., rows.size :] = wanted, -1
+        return is_shown
+
     def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
-        self._exports.export(batch, out, None if batch.seq_lens is None else host_array(batch.seq_lens))
+        kind, counts = layout.kind, out.counts
+        rows, first_columns = self.rows_of(batch), self.first_columns(batch)
+        seq_lens = None if batch.seq_lens is None else host_array(batch.seq_lens)
+        group, max_num_reqs = self.config.groups[out.groups[0]], self.config.max_num_reqs
+        tokens, table = group.tokens_per_column, (self.row_starts, self.arena, out.members)
+        if kind == "state":
+            states = _given(out.entries).reshape(len(out.groups), max_num_reqs, layout.num_columns)
+            gather_state_indices(rows, seq_lens, self.filled, *table, tokens, layout, states)
+            return
+        lengths = self._local_lengths(rows, seq_lens, group)
+        count_entries(rows, lengths, self.filled, out.members, out.width, tokens, kind, counts, out.lengths)
+        if kind in ("csr", "token_csr"):
+            by_token, indptr = kind == "token_csr", _given(out.indptr)
+            sizes = (rows.size, max_num_reqs, out.capacity, 1 if by_token else tokens)
+            start_requests(*sizes, _given(out.lengths), counts, indptr, _given(out.last_page_lens))
+            write_indices(rows, first_columns, *table, tokens, by_token, counts, indptr, _given(out.entries))
+        elif kind in ("table", "kv_offsets"):
+            entries = _given(out.entries)
+            write_table(rows, first_columns, *table, self._blocks_per_kv_block, layout, counts, entries)
+        elif kind == "inverse_map":
+            mapped, entries = _given(out.mapped), _given(out.entries)
+            clear_inverse_map(max_num_reqs, counts, mapped, layout.null, entries)
+            write_inverse_map(rows, first_columns, *table, self._blocks_per_kv_block, counts, mapped, entries)
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
-        self._exports.reset(out)
+        if out.entries is not None:
+            out.entries.fill(out.layout.null)
+        for array in (out.counts, out.indptr, out.last_page_lens, out.lengths, out.mapped):
+            if array is not None:
+                array.fill(0)
 
     def first_columns(self, batch: Batch) -> Ints:
         """Return [num_groups, num_reqs] int64, batch index -> columns that the window has left behind (R11)."""
@@ -143,6 +187,13 @@ class NumpyBlockStore:
         rows = host_array(batch.idx_mapping)
         return np.where((rows >= 0) & (rows < self.config.max_num_reqs), rows, np.int64(-1))
 
+    def _local_lengths(self, rows: Ints, seq_lens: Ints | None, group: KVCacheGroup) -> Ints:
+        """Return [num_reqs] int64, batch index -> tokens that this rank holds, 0 for a dummy (R27)."""
+        if seq_lens is None:
+            return np.zeros(rows.size, np.int64)
+        lengths: Ints = np.maximum(seq_lens[: rows.size].astype(np.int64), 0) * (rows >= 0)
+        return self.config.context_parallel.local_lengths(lengths) if group.is_sharded else lengths
+
 
 def host_array(array: Any) -> Ints:
     """Return an input as a numpy array without a copy: a CPU tensor and the like come in through DLPack."""
@@ -154,3 +205,8 @@ def host_array(array: Any) -> Ints:
         raise ArgumentError(
             f"The numpy backend takes arrays on the host, got {type(array).__module__}.{type(array).__name__}: {error}"
         ) from error
+
+
+def _given(array: Ints | None) -> Ints:
+    assert array is not None  # the core's promise for this kind
+    return array

@@ -1,4 +1,4 @@
-"""The kernels of exports, as array expressions, and which of them make which layout.
+"""The kernels of exports, as array expressions.
 
 Batch row i stands for row `rows[i]`; every batch row behind the batch and every dummy exports nothing. An entry is
 what the batch table shows at its place (R10, R11): a kernel block id.
@@ -6,15 +6,10 @@ what the batch table shows at its place (R10, R11): a kernel block id.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from blocktable import NULL_BLOCK_ID, Batch, ExportBuffers, KVCacheGroup, Layout
+from blocktable import NULL_BLOCK_ID, Layout
 from blocktable_numpy.kernels import Ints
-
-if TYPE_CHECKING:
-    from blocktable_numpy.block_store import NumpyBlockStore
 
 
 def count_entries(
@@ -208,58 +203,3 @@ def gather_state_indices(
         is_filled = column < columns[:, None]
         block = arena[row_starts[group, rows][:, None] + np.where(is_filled, column, 0)]
         states[member, : rows.size] = np.where(is_filled & (block != NULL_BLOCK_ID), block, layout.null)
-
-
-class NumpyExports:
-    """Runs the kernels of a layout over one table."""
-
-    def __init__(self, store: NumpyBlockStore) -> None:
-        self.store = store
-        groups = store.config.groups
-        self.blocks_per_kv_block: Ints = np.array([group.blocks_per_kv_block for group in groups], np.int64)
-
-    def export(self, batch: Batch, out: ExportBuffers, seq_lens: Ints | None) -> None:
-        """Write a batch into `out`. seq_lens: [num_reqs] int32, those of the batch as a numpy array."""
-        store, layout, kind, counts = self.store, out.layout, out.layout.kind, out.counts
-        rows, first_columns = store.rows_of(batch), store.first_columns(batch)
-        spec, max_num_reqs = store.config.groups[out.groups[0]], store.config.max_num_reqs
-        tokens, table = spec.tokens_per_column, (store.row_starts, store.arena, out.members)
-        if kind == "state":
-            states = _given(out.entries).reshape(len(out.groups), max_num_reqs, layout.num_columns)
-            gather_state_indices(rows, seq_lens, store.filled, *table, tokens, layout, states)
-            return
-        lengths = self._lengths(rows, seq_lens, spec)
-        count_entries(rows, lengths, store.filled, out.members, out.width, tokens, kind, counts, out.lengths)
-        if kind in ("csr", "token_csr"):
-            by_token, indptr = kind == "token_csr", _given(out.indptr)
-            sizes = (rows.size, max_num_reqs, out.capacity, 1 if by_token else tokens)
-            start_requests(*sizes, _given(out.lengths), counts, indptr, _given(out.last_page_lens))
-            write_indices(rows, first_columns, *table, tokens, by_token, counts, indptr, _given(out.entries))
-        elif kind in ("table", "kv_offsets"):
-            entries = _given(out.entries)
-            write_table(rows, first_columns, *table, self.blocks_per_kv_block, layout, counts, entries)
-        elif kind == "inverse_map":
-            mapped, entries = _given(out.mapped), _given(out.entries)
-            clear_inverse_map(max_num_reqs, counts, mapped, layout.null, entries)
-            write_inverse_map(rows, first_columns, *table, self.blocks_per_kv_block, counts, mapped, entries)
-
-    def _lengths(self, rows: Ints, seq_lens: Ints | None, spec: KVCacheGroup) -> Ints:
-        """Return [num_reqs] int64: tokens of each request that this rank holds, 0 for dummies (R27)."""
-        if seq_lens is None:
-            return np.zeros(rows.size, np.int64)
-        lengths: Ints = np.maximum(seq_lens[: rows.size].astype(np.int64), 0) * (rows >= 0)
-        return self.store.config.context_parallel.local_lengths(lengths) if spec.is_sharded else lengths
-
-    def reset(self, out: ExportBuffers) -> None:
-        """Fill the entries with the layout's null and all else but the groups with 0."""
-        for array, value in (
-            (out.entries, out.layout.null),
-            *((array, 0) for array in (out.counts, out.indptr, out.last_page_lens, out.lengths, out.mapped)),
-        ):
-            if array is not None:
-                array.fill(value)
-
-
-def _given(array: Ints | None) -> Ints:
-    assert array is not None  # the core's promise for this kind
-    return array

@@ -22,6 +22,7 @@ class HostBlock:
         copy: the device's copy at `address`. None: kernels read the host's memory.
         owner: whatever must live as long as the block.
         host_address: of the host's memory.
+        mark: until when it is in use: a mark of the driver, or the number of a fused step. None: it is free.
     """
 
     host: IntArray
@@ -31,6 +32,7 @@ class HostBlock:
 
     def __post_init__(self) -> None:
         self.host_address: int = self.host.ctypes.data
+        self.mark: Any = None
 
 
 class Kernel(Protocol):
@@ -73,7 +75,8 @@ class GraphKernel(Kernel, Protocol):
 class Driver(Protocol):
     """One device. Streams are handles: ints. Nothing here decides anything that the contract says.
 
-    The layer makes the device the current one around all calls but those of `current` and `is_current`.
+    The layer makes the device the current one before it calls, but for `current`, `is_current`, `stream`,
+    `is_capturing` and `address`, which find any.
 
     Attributes:
         is_emulated: whether the "device" is the host and every call is done when it returns.

@@ -6,10 +6,10 @@ from typing import Any
 
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.graph import DirectLaunches, StepGraph
-from blocktable.device.launches import NO_CHANGES, Inputs, Launches
+from blocktable.device.launches import Inputs, Launches
 from blocktable.device.signatures import Launch
 from blocktable.device.staging import StepMarks
-from blocktable.protocols import CHANGES_HEADER, Batch
+from blocktable.protocols import Batch
 
 
 class FusedStep:
@@ -23,78 +23,58 @@ class FusedStep:
         driver: the device.
         batch, slots: addresses of the set's memory.
         last_mark: address of the device's copy of the last step's number.
-        shown_mark: address of where the host looks for it.
+        marks: the steps' numbers, as the host sees them.
 
     Attributes:
         batch: the last one that was set, if it may be used again.
     """
 
     def __init__(
-        self, launches: Launches, driver: Driver, batch: int, slots: int, last_mark: int, shown_mark: int
+        self, launches: Launches, driver: Driver, batch: int, slots: int, last_mark: int, marks: StepMarks
     ) -> None:
         self._launches, self._driver = launches, driver
         self._memory = batch, slots
-        self._marks = last_mark, shown_mark
-        self._no_changes = self._apply(0, NO_CHANGES, 0)
+        self._last_mark, self._marks = last_mark, marks
+        self._no_changes = launches.no_changes(batch, last_mark)
         self._rest: list[Launch] = []
         self._graphs: dict[int, Any] = {}
         self.batch: Batch | None = None
         for wants_tables in (True, False):  # a graph takes memory, which a later step must not (R21)
             self.set_batch(Batch(None, None, None, 0, 0, wants_tables=wants_tables), launches.inputs({}), keep=False)
-            self._graph([self._no_changes, *self._rest])
-
-    def _apply(self, address: int, counts: Any, mark: int) -> Launch:
-        copies = self._launches.has_step_batch
-        return self._launches.apply_changes(
-            address, counts, batch=self._memory[0], copies=copies, mark=mark, last_mark=self._marks[0]
-        )
 
     def set_batch(self, batch: Batch, inputs: Inputs, *, keep: bool) -> None:
         """Take the inputs of the next step. keep: whether `batch` stands for the same addresses later."""
-        if self._launches.has_step_batch:
-            self._rest = [self._launches.step_batch(inputs, batch, *self._memory, *self._marks)]
+        launches = self._launches
+        if launches.has_step_batch:
+            self._rest = [launches.step_batch(inputs, batch, *self._memory, self._last_mark, self._marks.address)]
         else:
-            num_slots = self._launches.num_slots
-            gather = self._launches.gather(inputs, batch, self._memory[0]) if batch.wants_tables else []
-            self._rest = gather + self._launches.map_slots(inputs, batch, self._memory[1], num_slots, num_slots)
+            num_slots = launches.num_slots
+            gather = launches.gather(inputs, batch, self._memory[0]) if batch.wants_tables else []
+            self._rest = gather + launches.map_slots(inputs, batch, self._memory[1], num_slots, num_slots)
         self.batch = batch if keep else None
+        length = 1 + len(self._rest)
+        if length not in self._graphs:
+            made = DirectLaunches if self._driver.is_emulated else StepGraph
+            overlaps = self._driver.overlaps and launches.has_step_batch
+            self._graphs[length] = made([self._no_changes, *self._rest], overlaps=overlaps)
+        self._graph = self._graphs[length]
 
-    def run(self, stream: int) -> None:
-        """Launch a step without changes."""
-        self._run(self._no_changes, stream)
-
-    def run_with_changes(self, block: HostBlock, used: int, marks: StepMarks | None, stream: int) -> Any:
-        """Launch a step with packed changes; return a mark of when the block is free, None where it is already.
+    def run(self, block: HostBlock | None, used: int, stream: int) -> None:
+        """Launch a step, and mark the block that holds its changes.
 
         Args:
-            block: what holds them.
+            block: holds packed changes. None: there are none.
             used: its entries in use.
-            marks: the step's numbers.
             stream: to launch on.
         """
-        counts = block.host[:CHANGES_HEADER].tolist()
-        launch = self._apply(block.address, counts, 0)
-        by_value = self._launches.apply_by_value(block.host_address, used, launch)
-        if by_value is not None:
-            self._run(by_value, stream)
-            return None
-        self._driver.send(block, used, stream)
-        if not self._launches.has_step_batch or marks is None:
-            self._run(launch, stream)
-            return self._driver.mark(stream)
-        mark = marks.next()
-        self._run(self._apply(block.address, counts, mark), stream)
-        return mark
-
-    def _run(self, apply: Launch, stream: int) -> None:
-        launches = [apply, *self._rest]
-        self._graph(launches).run(launches, stream)
-
-    def _graph(self, launches: list[Launch]) -> Any:
-        """Return the graph of so many launches."""
-        graph = self._graphs.get(len(launches))
-        if graph is None:
-            made = DirectLaunches if self._driver.is_emulated else StepGraph
-            overlaps = self._driver.overlaps and self._launches.has_step_batch
-            graph = self._graphs[len(launches)] = made(launches, overlaps=overlaps)
-        return graph
+        if block is None:
+            self._graph.run([self._no_changes, *self._rest], stream)
+            return
+        driver, is_marked = self._driver, self._launches.has_step_batch
+        apply, mark = self._launches.apply_changes(
+            *(block, used), batch=self._memory[0], last_mark=self._last_mark, marks=self._marks if is_marked else None
+        )
+        if not driver.is_mapped:
+            driver.send(block, used, stream)
+        self._graph.run([apply, *self._rest], stream)
+        block.mark = mark or (None if is_marked else driver.mark(stream))

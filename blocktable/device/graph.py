@@ -25,17 +25,20 @@ class KernelArguments:
     Args:
         layout: a letter for each argument: "i" int32, "q" int64, "Q" an address, "S" a structure by value, which is
             given as the address of a copy.
+        num_extra: further addresses after those, which stay 0.
 
     Attributes:
         pointers: address of an array that holds the address of each argument, as cuLaunchKernel takes it.
     """
 
-    def __init__(self, layout: str) -> None:
+    def __init__(self, layout: str, *, num_extra: int = 0) -> None:
         self._has_structure = layout.startswith("S")
         packed = layout.removeprefix("S")
         self._pack = struct.Struct("@" + packed).pack_into
-        self._memory: Any = np.zeros(struct.calcsize("@" + packed), np.uint8)
-        start: int = self._memory.ctypes.data
+        packed += "Q" * num_extra
+        memory: Any = np.zeros(struct.calcsize("@" + packed), np.uint8)
+        self._memory = memoryview(memory)
+        start: int = memory.ctypes.data
         places = [
             start + struct.calcsize("@" + packed[: index + 1]) - struct.calcsize("@" + kind)
             for index, kind in enumerate(packed)
@@ -58,8 +61,8 @@ class _Node:
     def __init__(self, kernel: Any) -> None:
         from cuda.bindings import driver
 
-        self.arguments = KernelArguments(signature_of(kernel.name).layout + "Q" * kernel.num_extra)
-        self._extra = (0,) * kernel.num_extra
+        # Those that the compiler has added stay 0.
+        self.arguments = KernelArguments(signature_of(kernel.name).layout, num_extra=kernel.num_extra)
         self._kernel = kernel  # whoever loaded it unloads what nobody holds
         self.grid: Grid = (1, 1)
         params = driver.CUDA_KERNEL_NODE_PARAMS()
@@ -69,11 +72,6 @@ class _Node:
         params.kernelParams = self.arguments.pointers
         params.func = driver.CUfunction(kernel.function)
         self.params: Any = params
-
-    def set(self, grid: Grid, arguments: Sequence[int]) -> None:
-        self.arguments.set(arguments + self._extra if self._extra else arguments)
-        if grid != self.grid:
-            self.params.gridDimX, self.params.gridDimY = self.grid = grid
 
 
 class StepGraph:
@@ -99,7 +97,8 @@ class StepGraph:
         self._handles: list[Any] = []
         for nodes, (kernel, grid, arguments) in zip(self._nodes, launches, strict=True):
             node = nodes[kernel] = _Node(kernel)
-            node.set(grid, arguments)
+            node.arguments.set(arguments)
+            node.params.gridDimX, node.params.gridDimY = node.grid = grid
             before = [] if overlaps else self._handles[-1:]
             self._handles.append(_checked(driver.cuGraphAddKernelNode(self._graph, before, len(before), node.params)))
         if overlaps:
@@ -127,7 +126,9 @@ class StepGraph:
                 node = self._nodes[index].get(kernel)
                 if node is None:
                     node = self._nodes[index][kernel] = _Node(kernel)
-                node.set(grid, arguments)
+                node.arguments.set(arguments)
+                if grid != node.grid:
+                    node.params.gridDimX, node.params.gridDimY = node.grid = grid
                 (error,) = self._set_params(self._exec, self._handles[index], node.params)
                 if error:
                     raise RuntimeError(f"CUDA driver: {error}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blocktable.config import BlockTableConfig
-from blocktable.device.driver import Driver
+from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.signatures import (
     PLAIN_KERNELS,
     KernelOptions,
@@ -18,15 +18,13 @@ from blocktable.device.signatures import (
     requests_per_token,
     signature_of,
 )
+from blocktable.device.staging import StepMarks
 from blocktable.layouts import Layout
 from blocktable.protocols import CHANGES_HEADER, Batch, ExportBuffers
 
 MAX_COPY_PARTS = 16
 MAX_WRITE_BLOCKS = 64
 MAX_SLOT_BLOCKS = 1 << 22
-
-NO_CHANGES = (0,) * CHANGES_HEADER
-"""The header of packed changes of nothing."""
 
 COUNT_UNITS = {"table": 0, "kv_offsets": 0, "lengths": 0, "csr": 1, "inverse_map": 1, "token_csr": 2}
 """Layout kind -> what is an entry: a column, a kernel block that holds tokens, or a token."""
@@ -64,17 +62,20 @@ class Launches:
         self._groups = driver.upload(config.group_fields().reshape(-1))
         self._identity = driver.upload(np.arange(config.max_num_reqs, dtype=np.int32))
         self._zeros = driver.full(config.max_num_reqs, 0, "int32")
+        self._unwanted = driver.full(config.max_num_reqs, 0, "int32")  # where lengths go that an export does not have
         self._groups_address, self._arena_address = driver.address(self._groups), driver.address(arena)
         self._absent = Inputs(0, driver.address(self._identity), 0, *2 * (driver.address(self._zeros),))
         self.has_step_batch: bool = "step_batch" in driver.variants
         self.num_slots: int = config.max_num_batched_tokens
         self._may_be_long = self.is_long(config.max_num_batched_tokens * len(config.groups))
-        self._sizes = driver.change_sizes if by_value else ()
-        names = [signature.name for signature in PLAIN_KERNELS]
-        names += [f"apply_changes_{size}" for size in self._sizes]
-        names += ["map_slots_long"] * self._may_be_long
-        for name in names:
+        for name in [signature.name for signature in PLAIN_KERNELS] + ["map_slots_long"] * self._may_be_long:
             self.kernel(name)
+        self._apply = self.kernel("apply_changes")
+        sizes = driver.change_sizes if by_value else ()
+        self._by_value = [(size, self.kernel(f"apply_changes_{size}")) for size in sizes]
+        self._num_groups = len(config.groups)
+        self._copy_parts = min(-(-config.max_num_reqs // self._apply.tile), MAX_COPY_PARTS)
+        self._sizes = (self._num_groups, config.max_num_reqs, config.arena.size)
 
     def is_long(self, num_slots: int) -> bool:
         """Say whether a launch over so many slots fills the device many times over."""
@@ -103,47 +104,48 @@ class Launches:
 
     def apply_changes(
         self,
-        address: int,
-        counts: Sequence[int],
+        block: HostBlock,
+        used: int,
         *,
         first_entry: int = 0,
         batch: int = 0,
-        copies: bool = False,
-        mark: int = 0,
         last_mark: int = 0,
-    ) -> Launch:
-        """Return the launch of a commit.
+        marks: StepMarks | None = None,
+    ) -> tuple[Launch, int]:
+        """Return the launch of a commit, and the number of its step where the block is in use until then.
 
         Args:
-            address: of packed changes, header included.
-            counts: that header.
+            block: holds packed changes.
+            used: its entries in use.
             first_entry: entry of the arena that offset 0 means.
             batch: address of a set of outputs, for a fused step.
-            copies: whether its counts are copied for step_batch.
-            mark: number of the step; 0: the host waits for none.
-            last_mark: address of where it is written.
+            last_mark: address of where the number is written, likewise.
+            marks: gives the numbers, likewise. None: the counts of `batch` are not copied for step_batch.
         """
-        config, kernel = self._config, self.kernel("apply_changes")
-        num_groups, rows, tile = len(config.groups), config.max_num_reqs, kernel.tile
-        copy_parts = min(-(-rows // tile), MAX_COPY_PARTS) if copies else 0
+        counts = block.host[:CHANGES_HEADER].tolist()
         most = max(counts[0], counts[2], counts[4])  # single values, range values, NULL entries
-        blocks = num_groups * copy_parts + min(-(-most // tile), MAX_WRITE_BLOCKS)
-        tail = (self._arena_address + 4 * first_entry, num_groups, rows, config.arena.size, batch, copy_parts)
-        arguments = (address + 4 * CHANGES_HEADER, *counts, *tail, mark, last_mark)
-        return kernel, (max(blocks, 1), 1), arguments
+        copy_parts = 0 if marks is None else self._copy_parts
+        blocks = self._num_groups * copy_parts + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS)
+        memory = (self._arena_address + 4 * first_entry, *self._sizes, batch, copy_parts)
+        grid = (max(blocks, 1), 1)
+        for size, kernel in self._by_value:
+            if used <= size:  # the block is free already: a launch keeps its parameters
+                return (kernel, grid, (block.host_address, *memory, 0, last_mark)), 0
+        mark = 0
+        if marks is not None:
+            marks.last += 1
+            mark = marks.last
+        return (self._apply, grid, (block.address + 4 * CHANGES_HEADER, *counts, *memory, mark, last_mark)), mark
 
-    def apply_by_value(self, host_address: int, used: int, launch: Launch) -> Launch | None:
-        """Return the same launch with the changes in its own parameters; None where they do not fit.
-
-        Args:
-            host_address: of packed changes in the host's memory, header included.
-            used: their entries.
-            launch: as `apply_changes` made it.
-        """
-        for size in self._sizes:
-            if used <= size:
-                return self.kernel(f"apply_changes_{size}"), launch[1], (host_address, *launch[2][6:])
-        return None
+    def no_changes(self, batch: int, last_mark: int) -> Launch:
+        """Return the launch of a commit of nothing; it copies counts for step_batch. Arguments as `apply_changes`."""
+        copy_parts = self._copy_parts if self.has_step_batch else 0
+        memory = (self._arena_address, *self._sizes, batch, copy_parts)
+        return (
+            self._apply,
+            (max(self._num_groups * copy_parts, 1), 1),
+            (0, *(0,) * CHANGES_HEADER, *memory, 0, last_mark),
+        )
 
     def gather(self, inputs: Inputs, batch: Batch, out: int) -> list[Launch]:
         """Return what writes the batch tables. out: address of a set's memory."""
@@ -211,7 +213,7 @@ class Launches:
         if kind == "state":
             columns = (STATE_COLUMNS[layout.state_columns], layout.num_columns, layout.null, entries)
             return [self.launch("gather_state_indices", (*source, *columns), layout.dtype)]
-        unit = COUNT_UNITS[kind]
+        unit, lengths = COUNT_UNITS[kind], lengths or address(self._unwanted)
         launches = [self.launch("count_entries", (*source, out.width, unit, counts, lengths))]
         if kind in ("table", "kv_offsets"):
             values = (layout.null, layout.entry_scale, int(kind == "kv_offsets"), layout.value_offset, entries)

@@ -18,6 +18,8 @@ class StreamOrder:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._last: int | None = None  # of the last call outside captures
+        self._handle: int | None = None  # what the last call was given,
+        self._stream = 0  # and what it means
         self._captured: int | None = None  # of the last call inside one that has not ended, as far as is known
 
     def enter(self, handle: int | None) -> tuple[int, bool]:
@@ -30,7 +32,9 @@ class StreamOrder:
         Rules: R22.
         """
         driver = self._driver
-        stream = driver.stream(handle)
+        if handle is None or handle != self._handle:
+            self._handle, self._stream = handle, driver.stream(handle)
+        stream = self._stream
         is_capturing = driver.is_capturing(stream)
         if self._captured is not None:
             if self._captured != stream:
@@ -41,7 +45,8 @@ class StreamOrder:
         elif stream != self._last:
             if self._last is not None:
                 self._refuse_change(self._last)
-                driver.order(self._last, stream)
+                with driver.current():
+                    driver.order(self._last, stream)
             self._last = stream
         return stream, is_capturing
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.emulation import DeviceArray
 from blocktable.device.ordering import StreamOrder
 from blocktable.errors import ConfigError
-from blocktable.protocols import CHANGES_HEADER, Batch
+from blocktable.protocols import CHANGES_HEADER, Batch, IntArray
 
 STAGING_VARIABLE = "BLOCKTABLE_STAGING"
 STAGING_MODES = ("auto", "params", "mapped", "copy")
@@ -48,76 +50,72 @@ class StepMarks:
 
     Args:
         block: [>= 2 entries]; its memory holds the number.
+
+    Attributes:
+        address: of that memory, for the kernel.
+        shown: [1] int64. The host's view of it.
+        last: number of the last step that needed one; counted from 1.
     """
 
     def __init__(self, block: HostBlock) -> None:
         self._block = block  # owns the memory
         self.address: int = block.address
-        self._shown = block.host[:2].view(np.int64)
-        self._shown[0] = 0
-        self._last = self._seen = 0
+        self.shown: IntArray = block.host[:2].view(np.int64)
+        self.shown[0] = 0
+        self.last: int = 0
 
-    def next(self) -> int:
-        """Return the number of a step that is about to be launched; counted from 1."""
-        self._last += 1
-        return self._last
-
-    def wait(self, mark: int, order: StreamOrder) -> None:
+    def wait(self, number: int, order: StreamOrder) -> None:
         """Wait until the device has finished the step of that number.
 
         Args:
-            mark: the number.
+            number: the step's.
             order: asked every second whether the device has failed and will never write it.
         """
-        if mark <= self._seen:  # most often: the device is many steps further
-            return
         spins, last_check = 0, time.monotonic()
-        while self._shown[0] < mark:
+        while self.shown[0] < number:
             spins += 1
             if spins > 100:  # the first microseconds without giving the processor away
                 time.sleep(20e-6)
                 if time.monotonic() - last_check > 1:
                     order.check()
                     last_check = time.monotonic()
-        self._seen = int(self._shown[0])
 
 
 class StagingRing:
-    """Blocks that are lent in turn, each again only when the device has finished with it.
+    """Blocks that are handed out in turn, each again only when the device has finished with it (R9).
+
+    Whoever takes one sets its `mark` once everything that reads it is launched.
 
     Args:
         driver: the device.
         entries: int32 entries of a block.
         num_blocks: calls that may be in flight.
-        marks: completion marks of fused steps; numbers given to `release` are theirs, all else the driver's.
         order: the streams of the table.
+        step_marks: what marks that are numbers belong to.
     """
 
     def __init__(
-        self, driver: Driver, entries: int, num_blocks: int, marks: StepMarks | None, order: StreamOrder
+        self, driver: Driver, entries: int, num_blocks: int, order: StreamOrder, step_marks: StepMarks | None = None
     ) -> None:
-        self._driver, self._step_marks, self._order = driver, marks, order
+        self._driver, self._order, self._step_marks = driver, order, step_marks
         self.entries: int = entries
-        self._blocks = [driver.host_block(entries) for _ in range(num_blocks)]
-        self._marks: list[Any] = [None] * num_blocks
-        self._next = 0
+        self.blocks: Iterator[HostBlock] = cycle([driver.host_block(entries) for _ in range(num_blocks)])
 
     def acquire(self) -> HostBlock:
         """Return the next block; waits where the work that used it last is unfinished."""
-        mark = self._marks[self._next]
-        if mark is not None:
-            if isinstance(mark, int) and self._step_marks is not None:
-                self._step_marks.wait(mark, self._order)
-            else:
-                self._driver.wait(mark)
-            self._marks[self._next] = None
-        return self._blocks[self._next]
+        block = next(self.blocks)
+        return block if block.mark is None else self.wait_for(block)
 
-    def release(self, mark: Any) -> None:
-        """Say that the block is in use until `mark` (None: not at all), and go on to the next one."""
-        if mark is not None:
-            self._marks[self._next] = mark
-            self._next = (self._next + 1) % len(self._blocks)
+    def wait_for(self, block: HostBlock) -> HostBlock:
+        """Wait until a block is free, and return it."""
+        with self._driver.current():
+            if isinstance(block.mark, int):
+                assert self._step_marks is not None
+                self._step_marks.wait(block.mark, self._order)
+            else:
+                self._driver.wait(block.mark)
+        block.mark = None
+        return block
 
 
 def is_host_array(array: Any) -> bool:

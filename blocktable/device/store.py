@@ -11,7 +11,7 @@ from blocktable.config import BlockTableConfig
 from blocktable.constants import NULL_BLOCK_ID, PAD_SLOT_ID
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.fused import FusedStep
-from blocktable.device.launches import NO_CHANGES, Inputs, Launches, run
+from blocktable.device.launches import Inputs, Launches, run
 from blocktable.device.ordering import StreamOrder, refuse_capture
 from blocktable.device.signatures import INT32_MAX
 from blocktable.device.staging import (
@@ -24,7 +24,7 @@ from blocktable.device.staging import (
     steady_entries,
 )
 from blocktable.layouts import Layout
-from blocktable.protocols import CHANGES_HEADER, Array, Batch, ExportBuffers, IntArray, StepBuffers, Writes
+from blocktable.protocols import Array, Batch, ExportBuffers, IntArray, StepBuffers, Writes
 
 LARGEST_OFFSET = INT32_MAX
 """Packed changes count entries in int32: a commit of a larger arena is cut into pieces."""
@@ -62,16 +62,15 @@ class DeviceStore:
         self.arena: Array = driver.full(config.arena.size, NULL_BLOCK_ID, "int32")
         self._launches = Launches(config, driver, self.arena, by_value=staging_mode() in ("auto", "params"))
         self._order = StreamOrder(driver)
-        # The host sees no mark in memory that is copied; there its steps are waited for by the driver's marks.
-        self._marks = StepMarks(driver.host_block(2)) if has_fused_step and driver.is_mapped else None
+        self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
         self._last_mark: Array = driver.full(1, 0, "int64")
-        self._changes = StagingRing(driver, steady_entries(config), config.steps_in_flight, self._marks, self._order)
+        self._changes = StagingRing(driver, steady_entries(config), config.steps_in_flight, self._order, self._marks)
         # gather and compute_slot_mappings take a block each.
         entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
-        self._inputs = StagingRing(driver, entries, 2 * config.steps_in_flight, None, self._order)
-        self._lent: tuple[HostBlock, int] | None = None
+        self._inputs = StagingRing(driver, entries, 2 * config.steps_in_flight, self._order)
+        self._lent: tuple[HostBlock | None, int] = None, 0
         # A kernel may be loaded at its first launch, which must not be inside a capture.
-        run([self._launches.apply_changes(0, NO_CHANGES)], driver.stream(None))
+        run([self._launches.no_changes(driver.address(self.arena), 0)], driver.stream(None))
         driver.synchronize()  # the fills ran on whatever stream was current
 
     def table(self, group: int) -> Array:
@@ -89,9 +88,9 @@ class DeviceStore:
             slots = driver.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
             driver.synchronize()
             fused = None
-            if self._has_fused_step:
-                marks = (driver.address(self._last_mark), 0 if self._marks is None else self._marks.address)
-                fused = FusedStep(self._launches, driver, driver.address(batch), driver.address(slots), *marks)
+            if self._has_fused_step and self._marks is not None:
+                addresses = [driver.address(array) for array in (batch, slots, self._last_mark)]
+                fused = FusedStep(self._launches, driver, addresses[0], addresses[1], addresses[2], self._marks)
             return DeviceBuffers(
                 block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
                 slot_mappings=tuple(slots[g * num_tokens : (g + 1) * num_tokens] for g in range(arena.num_groups)),
@@ -119,33 +118,27 @@ class DeviceStore:
         Raises:
             BlockTableError: the stream is capturing, or may not be changed.
         """
-        if self.driver.is_current():
-            return self._lend(stream)
-        with self.driver.current():
-            return self._lend(stream)
-
-    def _lend(self, stream: int | None) -> IntArray:
         native, is_capturing = self._order.enter(stream)
-        refuse_capture(is_capturing, "A commit")
-        block = self._changes.acquire()
+        if is_capturing:
+            refuse_capture(is_capturing, "A commit")
+        block = self._lent[0]
+        if block is None or block.mark is not None:  # otherwise it was lent for a commit of nothing, or by value
+            block = next(self._changes.blocks)
+            mark = block.mark
+            # Most often the device is many steps further: a look at memory, and no call.
+            if mark is not None and (self._marks is None or type(mark) is not int or self._marks.shown[0] < mark):
+                self._changes.wait_for(block)
+            block.mark = None
         self._lent = block, native
         return block.host
 
     def commit(self, used: int, *, stream: int | None) -> None:
         """Send the changes that were packed into what `lend` returned. used: their int32 entries; 0: there are none."""
-        if not used:
-            return
-        assert self._lent is not None
         block, native = self._lent
-        with self.driver.current():
-            launch = self._launches.apply_changes(block.address, block.host[:CHANGES_HEADER].tolist())
-            by_value = self._launches.apply_by_value(block.host_address, used, launch)
-            if by_value is not None:
-                run([by_value], native)  # the block is free already: a launch keeps its parameters
-            else:
-                self.driver.send(block, used, native)
-                run([launch], native)
-                self._changes.release(self.driver.mark(native))
+        if used:
+            assert block is not None
+            with self.driver.current():
+                self._apply(block, used, native)
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
         """Send changes of any size; more than the ring holds may allocate and wait (R9)."""
@@ -156,8 +149,7 @@ class DeviceStore:
                 block = self._changes.acquire()
                 used = piece.pack_changes(block.host)
                 if used:
-                    self._scatter(block, used, first_entry, native)
-                    self._changes.release(self.driver.mark(native))
+                    self._apply(block, used, native, first_entry)
                 else:
                     self._write_large(piece, first_entry, native)
 
@@ -168,13 +160,16 @@ class DeviceStore:
             self.driver.copy_in(values, self.arena[first : first + values.size], stream)
         if rest.num_ranges:
             block = self.driver.host_block(rest.most_packed_entries)
-            self._scatter(block, rest.pack_changes(block.host), first_entry, stream)
-            self.driver.wait(self.driver.mark(stream))
+            self._apply(block, rest.pack_changes(block.host), stream, first_entry)
+            if block.mark is not None:
+                self.driver.wait(block.mark)
 
-    def _scatter(self, block: HostBlock, used: int, first_entry: int, stream: int) -> None:
+    def _apply(self, block: HostBlock, used: int, stream: int, first_entry: int = 0) -> None:
+        """Launch a commit alone, and mark the block."""
+        launch, _ = self._launches.apply_changes(block, used, first_entry=first_entry)
         self.driver.send(block, used, stream)
-        counts = block.host[:CHANGES_HEADER].tolist()
-        run([self._launches.apply_changes(block.address, counts, first_entry=first_entry)], stream)
+        run([launch], stream)
+        block.mark = self.driver.mark(stream)
 
     # Steps.
 
@@ -187,20 +182,15 @@ class DeviceStore:
             out: a set of outputs.
             stream: as `gather`.
         """
-        if self.driver.is_current():
-            self._step(used, batch, out, stream)
+        if not self.driver.is_current():
+            with self.driver.current():
+                self.step(used, batch, out, stream=stream)
             return
-        with self.driver.current():
-            self._step(used, batch, out, stream)
-
-    def _step(self, used: int, batch: Batch, out: StepBuffers, stream: int | None) -> None:
         assert isinstance(out, DeviceBuffers)
-        fused, lent = out.fused, self._lent
+        fused = out.fused
         assert fused is not None
-        if used:
-            assert lent is not None
-            native = lent[1]
-        else:
+        block, native = self._lent if used else (None, 0)
+        if block is None:
             native, is_capturing = self._order.enter(stream)
             if is_capturing:
                 self._plain_step(batch, out, native)
@@ -209,11 +199,7 @@ class DeviceStore:
         if batch is not fused.batch:
             inputs, staged = self._place(batch, native, is_capturing=False)
             fused.set_batch(batch, inputs, keep=staged is None)
-        if lent is None or not used:
-            fused.run(native)
-        else:
-            mark = fused.run_with_changes(lent[0], used, self._marks, native)
-            self._changes.release(mark)
+        fused.run(block, used, native)
         if staged is not None:
             self._release(staged, native)
 
@@ -237,15 +223,15 @@ class DeviceStore:
     def compute_slot_mappings(self, batch: Batch, out: Sequence[Array], *, stream: int | None) -> None:
         """Write the slot of every token for every group, in one launch where the arrays lie equally far apart."""
         driver = self.driver
+        starts = [driver.address(slots) for slots in out]
+        lengths = [length_of(slots) for slots in out]
+        distance = starts[1] - starts[0] if len(out) > 1 else 0
+        stride, rest = divmod(distance, np.dtype(self.config.slot_dtype).itemsize)
+        is_regular = rest == 0 and all(
+            start == starts[0] + group * distance and length == lengths[0]
+            for group, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        )
         with driver.current():
-            starts = [driver.address(slots) for slots in out]
-            lengths = [length_of(slots) for slots in out]
-            distance = starts[1] - starts[0] if len(out) > 1 else 0
-            stride, rest = divmod(distance, np.dtype(self.config.slot_dtype).itemsize)
-            is_regular = rest == 0 and all(
-                start == starts[0] + group * distance and length == lengths[0]
-                for group, (start, length) in enumerate(zip(starts, lengths, strict=True))
-            )
             native, is_capturing = self._order.enter(stream)
             inputs, staged = self._place(batch, native, is_capturing=is_capturing)
             if is_regular:
@@ -278,27 +264,24 @@ class DeviceStore:
 
     # Inputs.
 
-    def _place(self, batch: Batch, stream: int, *, is_capturing: bool) -> tuple[Inputs, tuple[HostBlock, bool] | None]:
+    def _place(self, batch: Batch, stream: int, *, is_capturing: bool) -> tuple[Inputs, HostBlock | None]:
         """Return a batch's arrays as addresses; host arrays are staged, in the block that is returned."""
         if not has_host_arrays(batch):
             return self._launches.inputs(place_inputs(batch, self.driver, None)[0]), None
         refuse_capture(is_capturing, "A step over host arrays")
         entries = staged_entries(batch)
-        is_large = entries > self._inputs.entries  # longer `out=` arrays than the table's own: it may allocate and wait
-        block = self.driver.host_block(entries) if is_large else self._inputs.acquire()
+        # More than the table's own buffers hold is possible with longer `out=` arrays: it may allocate and wait.
+        block = self._inputs.acquire() if entries <= self._inputs.entries else self.driver.host_block(entries)
         addresses, used = place_inputs(batch, self.driver, block)
         self.driver.send(block, used, stream)
-        return self._launches.inputs(addresses), (block, is_large)
+        return self._launches.inputs(addresses), block
 
-    def _release(self, staged: tuple[HostBlock, bool] | None, stream: int) -> None:
+    def _release(self, staged: HostBlock | None, stream: int) -> None:
         """Say that everything that reads staged arrays is launched."""
-        if staged is None:
-            return
-        mark = self.driver.mark(stream)
-        if staged[1]:
-            self.driver.wait(mark)
-        else:
-            self._inputs.release(mark)
+        if staged is not None:
+            staged.mark = self.driver.mark(stream)
+            if staged.host.size > self._inputs.entries:  # one of its own: it must live until then
+                self.driver.wait(staged.mark)
 
 
 def length_of(array: Array) -> int:

@@ -36,6 +36,8 @@ def need(subject: Subject, capability: str) -> ModuleType:
     """Return torch for a backend that declares `capability`; skip where it does not, fail where torch is missing."""
     if not subject.declares(capability):
         pytest.skip(f"{subject.label} does not declare {capability!r}")
+    if getattr(subject.backend, "is_emulated", False):
+        pytest.skip(f"{subject.label} is emulated: this wants a GPU")
     try:
         import torch
     except ImportError:

@@ -14,17 +14,36 @@ from blocktable import Backend, BlockStore, BlockTable, BlockTableConfig, SlotMa
 
 HostArray = npt.NDArray[Any]
 
-LAUNCHING = frozenset({"write", "gather", "step", "export", "reset_buffers", "create_buffers"})
+LAUNCHING = frozenset({"write", "commit", "gather", "step", "export", "reset_buffers", "create_buffers"})
 """Calls of a block store that start work on the device."""
+
+HEADER = 5
+"""Counts before packed changes: single values, ranges, range values, NULL ranges, their entries."""
 
 
 @dataclass
 class SentWrites:
-    """A copy of one `Writes`, taken while the core still owned its arrays."""
+    """What one commit sent, as ranges: a copy of a `Writes`, or packed changes read back."""
 
     offsets: list[int]
     lengths: list[int]
     values: list[int]
+
+    @classmethod
+    def of_packed(cls, block: HostArray) -> SentWrites:
+        """Read packed changes (`Writes.pack_changes`), in the order of their offsets."""
+        singles, ranges, values, nulls, null_entries = block[:HEADER].tolist()
+        parts = np.split(block[HEADER:], np.cumsum([singles, singles, ranges, ranges, values, nulls, nulls]))
+        found = [(offset, [value]) for offset, value in zip(parts[0].tolist(), parts[1].tolist(), strict=True)]
+        ends = [*parts[3][1:].tolist(), values]
+        for offset, start, end in zip(parts[2].tolist(), parts[3].tolist(), ends[: ranges or 0], strict=True):
+            found.append((offset, parts[4][start:end].tolist()))
+        ends = [*parts[6][1:].tolist(), null_entries]
+        for offset, start, end in zip(parts[5].tolist(), parts[6].tolist(), ends[: nulls or 0], strict=True):
+            found.append((offset, [0] * (end - start)))
+        found.sort()
+        contents = [value for _, written in found for value in written]
+        return cls([offset for offset, _ in found], [len(written) for _, written in found], contents)
 
 
 @dataclass
@@ -35,23 +54,35 @@ class Watch:
         launches: calls that start work on the device, since the session began.
         sent: the writes of each commit, while recording; else None.
         fail_next_write: an error that the next write raises instead of being done.
+        lent: memory that the store has lent for changes.
     """
 
     launches: int = 0
     sent: list[SentWrites] | None = None
     fail_next_write: BaseException | None = None
+    lent: HostArray | None = None
 
     def before(self, name: str, args: tuple[Any, ...]) -> None:
         """Note one call of the store."""
         self.launches += 1
-        if name not in ("write", "step"):
+        if name not in ("write", "commit", "step"):
             return
         if self.fail_next_write is not None:
             error, self.fail_next_write = self.fail_next_write, None
             raise error
-        if self.sent is not None:
+        if self.sent is None:
+            return
+        if name == "write":
             writes: Writes = args[0]
             self.sent.append(SentWrites(writes.offsets.tolist(), writes.lengths.tolist(), writes.values.tolist()))
+        elif args[0]:  # entries of packed changes
+            assert self.lent is not None
+            self.sent.append(SentWrites.of_packed(self.lent))
+
+    def lend(self, block: HostArray) -> HostArray:
+        """Note what the store has lent."""
+        self.lent = block
+        return block
 
 
 class WatchedStore:
@@ -63,6 +94,8 @@ class WatchedStore:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._watched, name)
+        if name == "lend":
+            return lambda stream: self._watch.lend(value(stream))
         return self._noted(name, value) if name in LAUNCHING else value
 
     def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

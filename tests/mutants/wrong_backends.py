@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from plain_backend import PlainBackend, PlainMapper, PlainStore
 
-from blocktable import Batch, StepBuffers, Writes
+from blocktable import Batch, BlockTableConfig, StepBuffers, Writes
 
 CAUGHT_BY: dict[str, str] = {}
 """Mutant -> the rule that a failed assertion must name."""
@@ -219,6 +219,12 @@ class _BuffersKeptAtWakeUp(PlainStore):
         """Leaves what was there."""
 
 
+class _RefersToItself(PlainStore):
+    def __init__(self, config: BlockTableConfig) -> None:
+        super().__init__(config)
+        self.owner = self
+
+
 class _Slots64(PlainStore):
     def slot_buffer(self) -> Any:
         return super().slot_buffer().astype(np.int64)
@@ -252,4 +258,5 @@ OneSetForAll = _mutant("R17", "OneSetForAll", store=_OneSetForAll)
 LosesTheLastRange = _mutant("R9", "LosesTheLastRange", store=_LosesTheLastRange)
 OneCommitLate = _mutant("R9", "OneCommitLate", store=_OneCommitLate)
 BuffersKeptAtWakeUp = _mutant("R24", "BuffersKeptAtWakeUp", store=_BuffersKeptAtWakeUp)
+RefersToItself = _mutant("R24", "RefersToItself", store=_RefersToItself)
 Slots64 = _mutant("R16", "Slots64", store=_Slots64)

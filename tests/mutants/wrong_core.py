@@ -20,7 +20,7 @@ import blocktable.table
 from blocktable import BlockTableConfig, ContextParallel, RowCapacityError, Writes
 from blocktable.exports import ExportSets
 from blocktable.metadata import Family, MetadataPlan
-from blocktable.rows import HostRows
+from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
 from blocktable_conformance.__main__ import main as conformance
 
@@ -58,34 +58,34 @@ def move_leaves_its_source(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R4")
 def repeated_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostRows, "check_rows", lambda self, name, rows: np.asarray(rows, np.int64))
+    patch.setattr(NumpyRows, "check_rows", lambda self, name, rows: np.asarray(rows, np.int64))
 
 
 @_mutant("R5")
 def tails_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostRows, "_null", lambda self, starts, columns: None)
+    patch.setattr(NumpyRows, "_null", lambda self, starts, columns: None)
 
 
 @_mutant("R6")
 def one_id_too_many_is_lost(patch: pytest.MonkeyPatch) -> None:
     """As numpy does: a list of one broadcasts into an empty slice."""
-    right = HostRows.append
+    right = NumpyRows.append
 
-    def append(self: HostRows, rows: Any, block_ids: Any, counts: Any) -> None:
+    def append(self: NumpyRows, rows: Any, block_ids: Any, counts: Any) -> None:
         try:
             right(self, rows, block_ids, counts)
         except RowCapacityError:
             if counts is not None or block_ids is None or len(block_ids) != 1:
                 raise
 
-    patch.setattr(HostRows, "append", append)
+    patch.setattr(NumpyRows, "append", append)
 
 
 @_mutant("R6")
 def groups_change_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    right = HostRows.append
+    right = NumpyRows.append
 
-    def append(self: HostRows, rows: Any, block_ids: Any, counts: Any) -> None:
+    def append(self: NumpyRows, rows: Any, block_ids: Any, counts: Any) -> None:
         num_groups = self.arena.num_groups
         if num_groups == 1 or counts is not None or block_ids is None or len(block_ids) != num_groups:
             right(self, rows, block_ids, counts)
@@ -93,23 +93,23 @@ def groups_change_one_by_one(patch: pytest.MonkeyPatch) -> None:
         for group, ids in enumerate(block_ids):
             right(self, rows, [ids if index == group else None for index in range(num_groups)], None)
 
-    patch.setattr(HostRows, "append", append)
+    patch.setattr(NumpyRows, "append", append)
 
 
 @_mutant("R6")
 def alignment_is_room(patch: pytest.MonkeyPatch) -> None:
-    right = HostRows.__init__
+    right = NumpyRows.__init__
 
-    def init(self: HostRows, config: BlockTableConfig) -> None:
+    def init(self: NumpyRows, config: BlockTableConfig) -> None:
         right(self, config)
         self._max_columns = self._widths
 
-    patch.setattr(HostRows, "__init__", init)
+    patch.setattr(NumpyRows, "__init__", init)
 
 
 @_mutant("R7")
 def any_id_is_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostRows, "_refuse_ids", lambda self, group, ids: None)
+    patch.setattr(NumpyRows, "_refuse_ids", lambda self, group, ids: None)
 
 
 @_mutant("R8")
@@ -127,32 +127,32 @@ def nothing_appended_clears(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R2")
 def a_block_repeats_its_first_kernel_block(patch: pytest.MonkeyPatch) -> None:
-    def kernel_ids(self: HostRows, ids: Any, blocks: Any) -> Any:
+    def kernel_ids(self: NumpyRows, ids: Any, blocks: Any) -> Any:
         expansion = np.repeat(self.columns_per_block.ravel(), blocks.sum(1))
         return np.repeat(ids * expansion, expansion)
 
-    patch.setattr(HostRows, "_kernel_ids", kernel_ids)
+    patch.setattr(NumpyRows, "_kernel_ids", kernel_ids)
 
 
 @_mutant("R9")
 def a_commit_sends_everything(patch: pytest.MonkeyPatch) -> None:
-    def writes(self: HostRows) -> Writes:
+    def writes(self: NumpyRows) -> Writes:
         size = self.arena.size
         return Writes(self.arena, np.zeros(1, np.int64), np.array([size], np.int32), self.mirror)
 
-    patch.setattr(HostRows, "writes", writes)
+    patch.setattr(NumpyRows, "writes", writes)
 
 
 @_mutant("R9")
 def a_failed_commit_forgets(patch: pytest.MonkeyPatch) -> None:
-    right = HostRows.writes
+    right = NumpyRows.writes
 
-    def writes(self: HostRows) -> Writes:
+    def writes(self: NumpyRows) -> Writes:
         pending = right(self)
         self.journal.clear()
         return pending
 
-    patch.setattr(HostRows, "writes", writes)
+    patch.setattr(NumpyRows, "writes", writes)
 
 
 @_mutant("R10")
@@ -188,7 +188,7 @@ def every_rank_is_the_first(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R24")
 def waking_up_sends_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostRows, "invalidate", lambda self: None)
+    patch.setattr(NumpyRows, "invalidate", lambda self: None)
 
 
 # Exports.

@@ -1,0 +1,238 @@
+"""The inputs of a call, checked once: a batch, and the plan of a step that may be used again (R10, R15, R17)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import call
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blocktable.checks import int_scalar, non_negative, vector_length
+from blocktable.config import BlockTableConfig
+from blocktable.errors import ArgumentError, DtypeError
+from blocktable.exports import Export
+from blocktable.host_path import HostPath
+from blocktable.layouts import Layout
+from blocktable.protocols import Array, Backend, Batch, ExportBuffers, Step, StepBuffers
+from blocktable.streams import stream_owner
+
+
+class PlannedExport(NamedTuple):
+    """One export of a step: what to write where, and what the caller is given. No buffers: nothing is launched."""
+
+    layout: Layout
+    buffers: ExportBuffers | None
+    result: Export
+
+
+class StepPlan:
+    """What a step over the same arrays and sizes as the last one may use again: checked inputs, and what it returns.
+
+    Args:
+        batch: the inputs.
+        buffers: the set that is written.
+        step: what is returned.
+        sizes: everything else that the plan was made for.
+        exports: what is exported after the step.
+    """
+
+    __slots__ = ("batch", "buffers", "expected", "exports", "is_reusable", "probes", "sizes", "step")
+
+    def __init__(
+        self, batch: Batch, buffers: StepBuffers, step: Step, sizes: Any, exports: tuple[PlannedExport, ...] = ()
+    ) -> None:
+        self.batch: Batch = batch
+        self.buffers: StepBuffers = buffers
+        self.step: Step = step
+        self.sizes = sizes
+        self.exports = exports
+        inputs = (batch.idx_mapping, batch.query_start_loc, batch.positions, batch.num_computed_tokens, batch.seq_lens)
+        given: list[Any] = [batch.idx_mapping, *(array for array in inputs[1:] if array is not None)]
+        # torch tensors only, whose length and address are cheap to ask for: the caller may resize one in place, or give
+        # it other memory. With the identity the padding rows must be looked at each time.
+        self.is_reusable: bool = all(hasattr(array, "numel") and hasattr(array, "data_ptr") for array in given)
+        self.probes: list[Callable[[], int]] = []
+        if self.is_reusable:
+            self.probes = [probe for array in given for probe in (array.numel, array.data_ptr)]
+        self.expected = [*map(call, self.probes)]
+
+    def serves(
+        self,
+        idx_mapping: Any,
+        query_start_loc: Any,
+        positions: Any,
+        num_computed_tokens: Any,
+        seq_lens: Any,
+        sizes: Any,
+    ) -> bool:
+        """Say whether these are the arrays and sizes that it was made for."""
+        batch = self.batch
+        return (
+            positions is batch.positions
+            and idx_mapping is batch.idx_mapping
+            and query_start_loc is batch.query_start_loc
+            and num_computed_tokens is batch.num_computed_tokens
+            and seq_lens is batch.seq_lens
+            and self.is_reusable
+            and sizes == self.sizes
+            and [*map(call, self.probes)] == self.expected
+        )
+
+
+class BatchChecks:
+    """What the contract demands of the arguments of gather, slots, steps and exports.
+
+    Args:
+        config: the geometry.
+        backend: the backend.
+        rows: the host's rows.
+        sample: an array of the table, of its device.
+    """
+
+    def __init__(self, config: BlockTableConfig, backend: Backend, rows: HostPath, sample: Array) -> None:
+        self._config, self._backend, self._rows = config, backend, rows
+        self._has_windows = any(group.sliding_window is not None for group in config.groups)
+        has_streams = "streams" in backend.capabilities
+        self._is_on_host = not has_streams or bool(getattr(backend, "is_emulated", False))
+        self._has_numpy_arrays = isinstance(sample, np.ndarray)
+        self._owner = stream_owner(sample)
+
+    def batch(
+        self,
+        idx_mapping: Array | None,
+        query_start_loc: Array | None,
+        positions: Array | None,
+        num_reqs: int | None,
+        num_reqs_padded: int | None,
+        num_computed_tokens: Array | None,
+        seq_lens: Array | None = None,
+        *,
+        will_commit: bool = False,
+    ) -> Batch:
+        """Return the inputs of one call as a batch.
+
+        Args:
+            will_commit: whether pending changes are committed before the batch is read.
+
+        Raises:
+            ArgumentError, DtypeError: something is wrong; the sentence says what.
+        """
+        requests = self._num_reqs(idx_mapping, query_start_loc, num_reqs, seq_lens)
+        padded = requests if num_reqs_padded is None else num_reqs_padded
+        num_positions = 0 if positions is None else vector_length("positions", positions, "int64")
+        if num_computed_tokens is not None:
+            length = vector_length("num_computed_tokens", num_computed_tokens, "int32")
+            if length != requests:
+                raise ArgumentError(f"num_computed_tokens must hold {requests} entries, one a request, got {length}.")
+        padded = int_scalar("num_reqs_padded", padded)
+        if not requests <= padded <= self._config.max_num_reqs:
+            raise ArgumentError(
+                f"num_reqs_padded {padded} must be at least the {requests} requests of the batch and at most "
+                f"max_num_reqs {self._config.max_num_reqs}."
+            )
+        if idx_mapping is None and padded > requests:
+            self._require_empty_rows(requests, padded, will_commit=will_commit)
+        for array in (idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens):
+            self._require_device(array)
+        # With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy.
+        wants_tables = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
+        return Batch(
+            *(idx_mapping, query_start_loc, positions, requests, padded, num_computed_tokens, num_positions),
+            *(wants_tables, seq_lens),
+        )
+
+    def _num_reqs(
+        self, idx_mapping: Array | None, query_start_loc: Array | None, num_reqs: int | None, seq_lens: Array | None
+    ) -> int:
+        found: dict[str, int] = {}
+        if idx_mapping is not None:
+            found["idx_mapping"] = vector_length("idx_mapping", idx_mapping, "int32")
+        if query_start_loc is not None:
+            entries = vector_length("query_start_loc", query_start_loc, "int32")
+            if entries == 0:
+                raise ArgumentError("query_start_loc must hold num_reqs + 1 entries, got none; no requests is [0].")
+            found["query_start_loc"] = entries - 1
+        if num_reqs is not None:
+            found["num_reqs"] = non_negative("num_reqs", num_reqs)
+        if seq_lens is not None:
+            length = vector_length("seq_lens", seq_lens, "int32")
+            expected = next(iter(found.values()), length)
+            if length != expected:
+                raise ArgumentError(f"seq_lens must hold {expected} entries, one a request, got {length}.")
+            found["seq_lens"] = length
+        if not found:
+            raise ArgumentError("num_reqs is needed where idx_mapping is None.")
+        requests = next(iter(found.values()))
+        if len(set(found.values())) > 1:
+            raise ArgumentError(
+                "The numbers of requests disagree: " + ", ".join(f"{name} says {n}" for name, n in found.items()) + "."
+            )
+        if requests > self._config.max_num_reqs:
+            raise ArgumentError(f"A batch of {requests} requests is above max_num_reqs {self._config.max_num_reqs}.")
+        return requests
+
+    def _require_device(self, array: Array | None) -> None:
+        """Refuse what lies elsewhere, before anything is committed."""
+        if self._is_on_host:
+            if getattr(array, "is_cuda", False):
+                raise ArgumentError(f"Backend {self._backend.name!r} works on the host; an array on a GPU was given.")
+            return
+        if not getattr(array, "is_cuda", True):
+            raise ArgumentError(
+                "A torch tensor in the host's memory was given; pass it on the table's device, or as a numpy array, "
+                "which is staged."
+            )
+        owner = stream_owner(array)
+        if owner is not None and self._owner is not None and owner[1] != self._owner[1]:
+            raise ArgumentError(f"An array on device {owner[1]} was given to a table on device {self._owner[1]}.")
+
+    def _require_empty_rows(self, start: int, stop: int, *, will_commit: bool) -> None:
+        occupied = np.flatnonzero(self._rows.filled[:, start:stop].any(0))
+        if occupied.size:
+            raise ArgumentError(
+                f"Row {start + occupied[0]} is not empty: with idx_mapping=None the rows from num_reqs {start} to "
+                f"num_reqs_padded {stop} are the batch's padding; clear it, move it, or pass an idx_mapping."
+            )
+        pending = np.empty(0) if will_commit else self._rows.pending_counts(start, stop)
+        if pending.size:
+            raise ArgumentError(
+                f"Row {pending[0]} has changes that are not on the device yet: with idx_mapping=None the rows from "
+                f"num_reqs {start} to num_reqs_padded {stop} are the batch's padding; commit first."
+            )
+
+    def num_tokens(self, num_tokens: int, num_tokens_padded: int | None, size: int | None = None) -> None:
+        """Refuse more tokens than a slot buffer has. size: of the caller's own; None: the table's."""
+        entries = self._config.max_num_batched_tokens if size is None else size
+        if num_tokens > entries:
+            raise ArgumentError(f"positions holds {num_tokens} tokens, but the slot buffer has {entries} entries.")
+        if num_tokens_padded is not None and non_negative("num_tokens_padded", num_tokens_padded) > entries:
+            raise ArgumentError(f"num_tokens_padded {num_tokens_padded} is above the slot buffer's {entries} entries.")
+
+    def slot_arrays(self, out: Any, num_tokens: int, num_tokens_padded: int | None) -> tuple[Array, ...]:
+        """Return a caller's own slot arrays, one for each group."""
+        num_groups = len(self._config.groups)
+        if not isinstance(out, Sequence) or len(out) != num_groups:
+            raise ArgumentError(
+                f"out must be a set of buffers from create_buffers(), or {num_groups} arrays, one a group."
+            )
+        if len({id(array) for array in out}) < num_groups:
+            raise ArgumentError("out must hold another array for each group; one is given twice.")
+        for group, array in enumerate(out):
+            name = f"out[{group}]"
+            self.num_tokens(num_tokens, num_tokens_padded, vector_length(name, array, self._config.slot_dtype))
+            if isinstance(array, np.ndarray) != self._has_numpy_arrays:
+                raise DtypeError(
+                    f"{name} must be on the device of backend {self._backend.name!r}, got {type(array).__name__}."
+                )
+            if isinstance(array, np.ndarray) and not array.flags.writeable:
+                raise ArgumentError(f"{name} is read-only.")
+        return tuple(out)
+
+
+def require_tokens(query_start_loc: Array | None, positions: Array | None) -> None:
+    """Refuse a call that maps slots without its arrays."""
+    if query_start_loc is None:
+        raise DtypeError("query_start_loc must be an int32 array of num_reqs + 1 entries, got None.")
+    if positions is None:
+        raise DtypeError("positions must be an int64 array of at least num_tokens entries, got None.")

@@ -1,0 +1,84 @@
+"""Looking into a table: the device against the host, and what a slot is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from blocktable.config import BlockTableConfig
+from blocktable.constants import PAD_SLOT_ID
+from blocktable.errors import ArgumentError, BlockTableError
+from blocktable.host_path import HostPath
+from blocktable.protocols import Backend, BlockStore
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLocation:
+    """Where a slot lies, and which rows hold its block.
+
+    Attributes:
+        block_id: manager block.
+        kernel_block_id: kernel block.
+        offset: the token's place in the kernel block.
+        rows: (row, block index in that row, position of the token there) for every row that holds the block.
+    """
+
+    block_id: int
+    kernel_block_id: int
+    offset: int
+    rows: tuple[tuple[int, int, int], ...]
+
+
+def verify(config: BlockTableConfig, backend: Backend, store: BlockStore, rows: HostPath) -> None:
+    """Do what `BlockTable.verify` says."""
+    arena = config.arena
+    pending = np.zeros(arena.size, np.bool_)
+    for offset, length in zip(*(array.tolist() for array in rows.pending_ranges()), strict=True):
+        pending[offset : offset + length] = True
+    for group in range(-1, len(config.groups)):
+        expected = arena.view(rows.mirror, group)
+        got = backend.to_host(store.table(group))
+        wrong = np.argwhere((got != expected) & ~arena.view(pending, group))
+        if wrong.size:
+            row, column = wrong[0]
+            where = (
+                f"group {row}, filled columns of row {column}"
+                if group < 0
+                else f"group {group}, row {row}, column {column}"
+            )
+            raise BlockTableError(
+                f"The device differs from the host at {where}: it holds {got[row, column]}, the host "
+                f"{expected[row, column]}; {len(wrong)} entries differ there (R9)."
+            )
+
+
+def locate(config: BlockTableConfig, rows: HostPath, group: int, slot: int) -> SlotLocation:
+    """Do what `BlockTable.locate` says, for a group that exists."""
+    geometry = config.groups[group]
+    tokens, expansion = geometry.tokens_per_column, geometry.blocks_per_kv_block
+    if geometry.slot_mode == "none":
+        raise ArgumentError(f'group {group} has slot_mode="none": it has no slots.')
+    if not 0 <= slot < geometry.block_id_limit * geometry.block_size:
+        meaning = " (PAD_SLOT_ID, no slot)" if slot == PAD_SLOT_ID else ""
+        raise ArgumentError(f"slot {slot}{meaning} is outside the cache of group {group}.")
+    kernel_block_id, offset = divmod(slot, tokens)
+    found_rows, columns = np.nonzero(config.arena.view(rows.mirror, group) == kernel_block_id)
+    held = columns < rows.filled[group][found_rows]
+    return SlotLocation(
+        kernel_block_id // expansion,
+        kernel_block_id,
+        offset,
+        tuple(
+            (row, column // expansion, _position(config, group, column * tokens + offset))
+            for row, column in zip(found_rows[held].tolist(), columns[held].tolist(), strict=True)
+        ),
+    )
+
+
+def _position(config: BlockTableConfig, group: int, local: int) -> int:
+    if not config.groups[group].is_sharded:
+        return local
+    shard = config.context_parallel
+    turn, offset = divmod(local, shard.interleave_size)
+    return turn * shard.world_size * shard.interleave_size + shard.rank * shard.interleave_size + offset
