@@ -108,11 +108,12 @@ class StagingRing:
 
     def wait_for(self, block: HostBlock) -> HostBlock:
         """Wait until a block is free, and return it."""
-        if isinstance(block.mark, int):
-            assert self._step_marks is not None
-            self._step_marks.wait(block.mark, self._order)
-        else:
-            self._driver.wait(block.mark)
+        with self._driver.current():
+            if isinstance(block.mark, int):
+                assert self._step_marks is not None
+                self._step_marks.wait(block.mark, self._order)
+            else:
+                self._driver.wait(block.mark)
         block.mark = None
         return block
 

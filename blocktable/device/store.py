@@ -123,11 +123,14 @@ class DeviceStore:
         native, is_capturing = self._order.enter(stream)
         if is_capturing:
             refuse_capture(is_capturing, "A commit")
-        block = next(self._changes.blocks)
-        mark = block.mark
-        # Most often the device is many steps further: a look at memory, and no call.
-        if mark is not None and (self._marks is None or type(mark) is not int or self._marks.shown[0] < mark):
-            self._changes.wait_for(block)
+        block = self._lent[0]
+        if block is None or block.mark is not None:  # otherwise it was lent for a commit of nothing, or by value
+            block = next(self._changes.blocks)
+            mark = block.mark
+            # Most often the device is many steps further: a look at memory, and no call.
+            if mark is not None and (self._marks is None or type(mark) is not int or self._marks.shown[0] < mark):
+                self._changes.wait_for(block)
+            block.mark = None
         self._lent = block, native
         return block.host
 
