@@ -213,7 +213,8 @@ class CupyDriver(CupyKernels):
         return stream != 0 and bool(self._runtime.streamIsCapturing(stream))
 
     def order(self, before: int, after: int) -> None:
-        self._runtime.streamWaitEvent(after, self.mark(before).ptr)
+        event = self.mark(before)  # alive until the call has returned
+        self._runtime.streamWaitEvent(after, event.ptr)
 
     def mark(self, stream: int) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
