@@ -71,7 +71,7 @@ def compiled(device: int, name: str, dtype: str) -> CompiledKernel:
 
 
 class TorchDriver:
-    """One GPU. The layer makes it the current one around each call."""
+    """One GPU. The layer makes it the current one where that matters."""
 
     is_emulated = False
     is_mapped = True
