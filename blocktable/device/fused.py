@@ -77,4 +77,7 @@ class FusedStep:
         if not driver.is_mapped:
             driver.send(block, used, stream)
         self._graph.run([apply, *self._rest], stream)
-        block.mark = mark or (None if is_marked else driver.mark(stream))
+        if is_marked and (driver.is_mapped or not mark):
+            block.mark = mark or None  # None: its changes travelled in the launch's own parameters
+        else:  # the host sees no number where it shares no memory with kernels
+            block.mark = driver.mark(stream)

@@ -138,8 +138,11 @@ class Launches:
         return (self._apply, grid, (block.address + 4 * CHANGES_HEADER, *counts, *memory, mark, last_mark)), mark
 
     def no_changes(self, batch: int, last_mark: int) -> Launch:
-        """Return the launch of a commit of nothing; it copies counts for step_batch. Arguments as `apply_changes`."""
-        copy_parts = self._copy_parts if self.has_step_batch else 0
+        """Return the launch of a commit of nothing; it copies counts for step_batch, of a batch that is not 0.
+
+        Arguments as `apply_changes`.
+        """
+        copy_parts = self._copy_parts if self.has_step_batch and batch else 0
         memory = (self._arena_address, *self._sizes, batch, copy_parts)
         return (
             self._apply,

@@ -70,7 +70,7 @@ class DeviceStore:
         self._inputs = StagingRing(driver, entries, 2 * config.steps_in_flight, self._order)
         self._lent: tuple[HostBlock | None, int] = None, 0
         # A kernel may be loaded at its first launch, which must not be inside a capture.
-        run([self._launches.no_changes(driver.address(self.arena), 0)], driver.stream(None))
+        run([self._launches.no_changes(0, 0)], driver.stream(None))
         driver.synchronize()  # the fills ran on whatever stream was current
 
     def table(self, group: int) -> Array:
