@@ -256,7 +256,9 @@ class TorchDriver(TritonDriver):
         # The legacy default stream cannot be captured, and asking about it breaks a capture elsewhere.
         if stream == 0:
             return False
-        with self._on(stream):
+        if stream == torch._C._cuda_getCurrentRawStream(self.index):
+            return bool(torch._C._cuda_isCurrentStreamCapturing())
+        with torch.cuda.stream(self._stream_object(stream)):
             return bool(torch.cuda.is_current_stream_capturing())
 
     def order(self, before: int, after: int) -> None:
