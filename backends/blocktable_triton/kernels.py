@@ -145,13 +145,13 @@ def apply_changes(
         held_rows = tl.load(batch_ptr + arena_size)
         g = _divide(program, copy_parts)
         count_ptr = batch_ptr + max_num_reqs.to(tl.int64) * g
-        first = (program - g * copy_parts) * TILE
-        num_rows = first + 1  # the first turn waits for no load
-        while first < num_rows:
-            i = first + tl.arange(0, TILE)
+        first_row = (program - g * copy_parts) * TILE
+        num_rows = first_row + 1  # the first turn waits for no load
+        while first_row < num_rows:
+            i = first_row + tl.arange(0, TILE)
             held = tl.load(count_ptr + i, mask=i < max_num_reqs, other=0)
             tl.store(count_ptr + arena_size + 2 + i, held, mask=i < held_rows)
-            first += copy_parts * TILE
+            first_row += copy_parts * TILE
             num_rows = held_rows
         tl.store(batch_ptr + arena_size + 1, held_rows, mask=program == 0)
         tl.store(_pointer(last_mark, tl.int64), mark.to(tl.int64), mask=program == 0)
