@@ -94,7 +94,8 @@ class BatchChecks:
         self._config, self._backend, self._rows = config, backend, rows
         self._has_windows = any(group.sliding_window is not None for group in config.groups)
         has_streams = "streams" in backend.capabilities
-        self._is_on_host = not has_streams or bool(getattr(backend, "is_emulated", False))
+        self._is_emulated = bool(getattr(backend, "is_emulated", False))
+        self._is_on_host = not has_streams or self._is_emulated
         self._has_numpy_arrays = isinstance(sample, np.ndarray)
         self._owner = stream_owner(sample)
 
@@ -221,7 +222,8 @@ class BatchChecks:
         for group, array in enumerate(out):
             name = f"out[{group}]"
             self.num_tokens(num_tokens, num_tokens_padded, vector_length(name, array, self._config.slot_dtype))
-            if isinstance(array, np.ndarray) != self._has_numpy_arrays:
+            is_foreign = self._is_emulated and hasattr(array, "__cuda_array_interface__")
+            if isinstance(array, np.ndarray) != self._has_numpy_arrays and not is_foreign:
                 raise DtypeError(
                     f"{name} must be on the device of backend {self._backend.name!r}, got {type(array).__name__}."
                 )

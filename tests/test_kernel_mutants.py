@@ -113,7 +113,7 @@ FAULTS = {
         "separate and padded_rows_hold",
         {
             "triton": {"columns, held, TILE)": "columns, columns, TILE)"},
-            "cupy": {"column < held;": "column < 0;"},
+            "cupy": {"held, blockDim.x);": "0, blockDim.x);"},
             "numba": {"while column < held:": "while column < 0:"},
         },
     ),
@@ -126,14 +126,25 @@ FAULTS = {
                     "tl.program_id(0).to(tl.int64) * TILE\n        while first + TILE <= num_slots:"
                 )
             },
-            "cupy": {"token = thread; token < num_slots;": "token = thread; token + blockDim.x <= num_slots;"},
+            "cupy": {
+                # The deeper one, of map_slots.
+                "    for (int64 token = thread; token < num_slots;": (
+                    "    for (int64 token = thread; token + blockDim.x <= num_slots;"
+                )
+            },
             "numba": {"        while token < num_slots:": "        while token + cuda.blockDim.x < num_slots:"},
         },
     ),
     "last_chunk_is_left_out": Fault(
         "R12",
         "separate and first_and_last_entries",
-        {"cupy": {"\n      map_chunk(": "\n      if (chunk + CHUNK <= num_slots) map_chunk("}},
+        {
+            "cupy": {
+                "y += gridDim.y)\n    for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots": (
+                    "y += gridDim.y)\n    for (int64 chunk = thread / WARP * CHUNK; chunk + CHUNK <= num_slots"
+                )
+            }
+        },
     ),
     "interleave_is_ignored": Fault(
         "R12",
@@ -176,7 +187,7 @@ FAULTS = {
         "separate and token_in_the_next_block",
         {
             "triton": {"while first < num_singles:": "while first + TILE <= num_singles:"},
-            "cupy": {"entry < num_values;": "entry + 1 < num_values;"},
+            "cupy": {"i < counts.num_singles;": "i + 1 < counts.num_singles;"},
             "numba": {"while value < num_values:": "while value + 1 < num_values:"},
         },
     ),
@@ -186,7 +197,7 @@ FAULTS = {
         "fused and token_in_the_next_block",
         {
             "triton": {"while first < num_singles:": "while first + TILE <= num_singles:"},
-            "cupy": {"i < changes.num_singles;": "i + 1 < changes.num_singles;"},
+            "cupy": {"i < counts.num_singles;": "i + 1 < counts.num_singles;"},
             "numba": {"while i < num_singles:": "while i + 1 < num_singles:"},
         },
     ),
@@ -195,7 +206,7 @@ FAULTS = {
         "fused and token_in_the_next_block",
         {
             "triton": {"while first < num_range_values:": "while first + TILE <= num_range_values:"},
-            "cupy": {"i < changes.num_range_values;": "i + 1 < changes.num_range_values;"},
+            "cupy": {"i < counts.num_range_values;": "i + 1 < counts.num_range_values;"},
             "numba": {"while i < num_range_values:": "while i + 1 < num_range_values:"},
         },
     ),
@@ -226,14 +237,24 @@ FAULTS = {
                     "blocks_per_group).to(tl.int64) * TILE\n        while first + TILE <= num_slots:"
                 )
             },
-            "cupy": {"threadIdx.x; token < num_slots;": "threadIdx.x; token + blockDim.x <= num_slots;"},
+            "cupy": {
+                "\n  for (int64 token = thread; token < num_slots;": (
+                    "\n  for (int64 token = thread; token + blockDim.x <= num_slots;"
+                )
+            },
             "numba": {"\n    while token < num_slots:": "\n    while token + cuda.blockDim.x < num_slots:"},
         },
     ),
     "fused_last_chunk_is_left_out": Fault(
         "R12",
         "fused and first_and_last_entries",
-        {"cupy": {"\n    map_chunk(": "\n    if (chunk + CHUNK <= num_slots) map_chunk("}},
+        {
+            "cupy": {
+                "wait_for_changes(arena);\n    for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots": (
+                    "wait_for_changes(arena);\n    for (int64 chunk = thread / WARP * CHUNK; chunk + CHUNK <= num_slots"
+                )
+            }
+        },
     ),
     # The kernels of exports.
     "export_of_the_first_group_counts": Fault(
@@ -264,7 +285,7 @@ FAULTS = {
         "separate and windows_are_cut_out",
         {
             "triton": {"if sliding_window > 0:": "if sliding_window < 0:"},
-            "cupy": {"!num_computed_tokens || !group.sliding_window": "true"},
+            "cupy": {"!group.sliding_window": "true"},
             "numba": {"if has_num_computed_tokens and sliding_window and row >= 0:": "if sliding_window < 0:"},
         },
         "exports",

@@ -11,8 +11,6 @@
 #define __restrict__
 #define __grid_constant__
 
-#define __ffsll __builtin_ffsll
-
 struct int4 {
   int x, y, z, w;
 };

@@ -1,6 +1,4 @@
-// The export kernels: a batch's rows in the layouts that attention kernels read. Every loop is grid-stride: any grid and any
-// block give the same result, and no block waits for another.
-// Compiled behind what kernels.cu has in front of its first kernel: Group, divide, local_length, row_of.
+// The kernels of exports: a batch's rows in the layouts that attention kernels read. See common.cuh.
 //
 // All begin with the same parameters: the batch, and the groups that are exported together ("members"), which share one
 // geometry. counts is [2 * max_num_reqs + 2]: entries of each batch row; those of the call before; all; all of the call
@@ -10,15 +8,15 @@ static const int COUNT_COLUMNS = 0;  // what is an entry: a column,
 static const int COUNT_BLOCKS = 1;   // a kernel block that holds tokens,
 static const int COUNT_TOKENS = 2;   // a token
 
-static const int STATE_LAST = 1;     // which columns of a state group are exported
+static const int STATE_LAST = 1;  // which columns of a state group are exported
 static const int STATE_ALIGNED = 2;
 
-#define BATCH                                                                                        \
-  const int *__restrict__ idx_mapping,             /* [num_reqs], batch index -> row; null: identity */ \
-      const int *__restrict__ num_computed_tokens, /* [num_reqs], batch index -> tokens; null: no window is cut */ \
-      const int *__restrict__ seq_lens,            /* [num_reqs], batch index -> tokens; null: not asked for */ \
-      int num_reqs, int max_num_reqs, const Group *__restrict__ groups, /* [num_groups] */             \
-      const int *__restrict__ members,                                  /* [num_members], groups */    \
+#define SOURCE \
+  const int *__restrict__ idx_mapping,             /* [num_reqs], batch index -> row */ \
+      const int *__restrict__ num_computed_tokens, /* [num_reqs], batch index -> tokens */ \
+      const int *__restrict__ seq_lens,            /* [num_reqs], batch index -> tokens */ \
+      int num_reqs, int max_num_reqs, const Group *__restrict__ groups, /* [num_groups] */ \
+      const int *__restrict__ members,                                  /* [num_members], groups */ \
       int num_members, const int *__restrict__ arena                    /* [arena.size] */
 
 static __device__ __forceinline__ int64 smaller(int64 a, int64 b) { return a < b ? a : b; }
@@ -26,14 +24,14 @@ static __device__ __forceinline__ int64 larger(int64 a, int64 b) { return a > b 
 
 // Tokens of a batch row that this rank holds; none for a dummy.
 static __device__ __forceinline__ int64 length_of(const Group& group, const int* seq_lens, int i, int row) {
-  int64 length = row < 0 || !seq_lens ? 0 : seq_lens[i];
+  int64 length = row < 0 ? 0 : seq_lens[i];
   if (length <= 0) return 0;
   return group.world_size > 1 ? local_length(group, length) : length;
 }
 
 // Columns of a batch row that the window has left behind.
 static __device__ __forceinline__ int64 first_column_of(const Group& group, const int* num_computed_tokens, int i) {
-  if (!num_computed_tokens || !group.sliding_window) return 0;
+  if (!group.sliding_window) return 0;
   int64 first = larger(0, num_computed_tokens[i] - group.sliding_window + 1);
   if (group.world_size > 1) first = local_length(group, first);
   return divide(first, group.tokens_per_column);
@@ -54,19 +52,13 @@ static __device__ __forceinline__ int entry_of(
   return arena[group.table_start + row * group.width + column];
 }
 
-// Store an entry of either dtype.
-static __device__ __forceinline__ void store_entry(void* entries, int is_wide, int64 place, int64 entry) {
-  if (is_wide) ((int64*)entries)[place] = entry;
-  else ((int*)entries)[place] = (int)entry;
-}
-
 // Count what every batch row exports, and keep what it did before.
 extern "C" __global__ void count_entries(
-    BATCH,
+    SOURCE,
     int width,  // columns that a row may export
     int unit,   // COUNT_*
     int* __restrict__ counts,  // [2 * max_num_reqs + 2], written
-    int* __restrict__ lengths  // [max_num_reqs], written; null: not wanted
+    int* __restrict__ lengths  // [max_num_reqs], written
 ) {
   // step 1: which batch row
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -79,7 +71,7 @@ extern "C" __global__ void count_entries(
       columns = smaller(columns, arena[(int64)members[m] * max_num_reqs + row]);
     // step 3: how many tokens of it this rank holds
     int64 length = length_of(group, seq_lens, (int)i, row);
-    if (lengths) lengths[i] = (int)length;
+    lengths[i] = (int)length;
     // step 4: store how many entries that makes
     int64 tokens = group.tokens_per_column, count = columns;
     if (unit == COUNT_BLOCKS) count = smaller(columns, divide(length + tokens - 1, tokens));
@@ -91,7 +83,7 @@ extern "C" __global__ void count_entries(
 
 // Write where each request's entries begin, and how many tokens its last page holds.
 extern "C" __global__ void start_requests(
-    BATCH,
+    SOURCE,
     int unit,      // COUNT_*
     int capacity,  // entries of a member's indices
     const int* __restrict__ lengths,  // [max_num_reqs]
@@ -124,7 +116,7 @@ extern "C" __global__ void start_requests(
 
 // Write the entries of all requests, one request after another, and NULL over those of a larger batch before.
 extern "C" __global__ void write_indices(
-    BATCH,
+    SOURCE,
     int unit,      // COUNT_*
     int capacity,  // entries of a member's indices
     const int* __restrict__ counts,  // [2 * max_num_reqs + 2]
@@ -164,26 +156,25 @@ extern "C" __global__ void write_indices(
 
 // Write the columns in use of every batch row, and the layout's null behind them.
 extern "C" __global__ void write_table(
-    BATCH,
+    SOURCE,
     int width,  // columns of a row of the table
     const int* __restrict__ counts,  // [2 * max_num_reqs + 2]
     int64 null,
     int64 entry_scale,
-    int is_pair,         // whether a row of V offsets follows each row of K offsets
+    int has_values,      // whether a row of V offsets follows each row of K offsets
     int64 value_offset,  // from a K offset to its V offset
-    int is_wide,         // whether entries are int64
-    void* __restrict__ entries  // [num_members, max_num_reqs, 1 + is_pair, width], written
+    SLOT_T* __restrict__ entries  // [num_members, max_num_reqs, 1 + has_values, width], written
 ) {
   // step 1: which batch row and group
   for (int m = blockIdx.y; m < num_members; m += gridDim.y) {
     int g = members[m];
     for (int i = blockIdx.x; i < max_num_reqs; i += gridDim.x) {
       int64 count = smaller(width, counts[i]), before = smaller(width, counts[max_num_reqs + i]);
-      int64 start = ((int64)m * max_num_reqs + i) * (1 + is_pair) * width;
+      int64 start = ((int64)m * max_num_reqs + i) * (1 + has_values) * width;
       // step 2: null over what an earlier batch left behind its columns
       for (int64 column = count + threadIdx.x; column < before; column += blockDim.x) {
-        store_entry(entries, is_wide, start + column, null);
-        if (is_pair) store_entry(entries, is_wide, start + width + column, null);
+        entries[start + column] = (SLOT_T)null;
+        if (has_values) entries[start + width + column] = (SLOT_T)null;
       }
       // step 3: how many of them the window has left behind
       int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
@@ -194,8 +185,8 @@ extern "C" __global__ void write_table(
         int block_id = entry_of(groups[g], arena, row, first_column, filled, column);
         bool is_missing = null != NULL_BLOCK_ID && block_id < groups[g].blocks_per_kv_block;
         int64 entry = is_missing ? null : block_id * entry_scale;
-        store_entry(entries, is_wide, start + column, entry);
-        if (is_pair) store_entry(entries, is_wide, start + width + column, entry + value_offset);
+        entries[start + column] = (SLOT_T)entry;
+        if (has_values) entries[start + width + column] = (SLOT_T)(entry + value_offset);
       }
     }
   }
@@ -203,7 +194,7 @@ extern "C" __global__ void write_table(
 
 // Take the blocks of the call before out of every batch row's map.
 extern "C" __global__ void clear_inverse_map(
-    BATCH,
+    SOURCE,
     int width,  // columns that a row may export
     int num_kernel_blocks,
     const int* __restrict__ counts,  // [2 * max_num_reqs + 2]
@@ -226,7 +217,7 @@ extern "C" __global__ void clear_inverse_map(
 
 // Write the column of every block that a batch row's tokens lie in.
 extern "C" __global__ void write_inverse_map(
-    BATCH,
+    SOURCE,
     int width,  // columns that a row may export
     int num_kernel_blocks,
     const int* __restrict__ counts,  // [2 * max_num_reqs + 2]
@@ -256,12 +247,11 @@ extern "C" __global__ void write_inverse_map(
 
 // Write the blocks that hold every batch row's states.
 extern "C" __global__ void gather_state_indices(
-    BATCH,
-    int columns,  // STATE_*, or 0: the first
+    SOURCE,
+    int state_columns,  // STATE_*, or 0: the first
     int num_columns,
     int64 null,
-    int is_wide,                // whether entries are int64
-    void* __restrict__ entries  // [num_members, max_num_reqs, num_columns], written
+    SLOT_T* __restrict__ entries  // [num_members, max_num_reqs, num_columns], written
 ) {
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_cells = (int64)max_num_reqs * num_columns;
   // step 1: which batch row, group and place
@@ -272,12 +262,12 @@ extern "C" __global__ void gather_state_indices(
       int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
       // step 2: which column
       int64 filled = filled_columns(groups[g], g, arena, max_num_reqs, row), first = 0;
-      if (columns == STATE_LAST) first = larger(0, filled - num_columns);
-      if (row >= 0 && columns == STATE_ALIGNED)
+      if (state_columns == STATE_LAST) first = larger(0, filled - num_columns);
+      if (row >= 0 && state_columns == STATE_ALIGNED)
         first = divide(larger(0, (int64)seq_lens[i] - 1), groups[g].tokens_per_column);
       // step 3: store the block, or null where there is none
       int block_id = entry_of(groups[g], arena, row, 0, filled, first + (cell - (int64)i * num_columns));
-      store_entry(entries, is_wide, m * num_cells + cell, block_id == NULL_BLOCK_ID ? null : block_id);
+      entries[m * num_cells + cell] = (SLOT_T)(block_id == NULL_BLOCK_ID ? null : block_id);
     }
   }
 }

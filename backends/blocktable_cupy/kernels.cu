@@ -1,111 +1,152 @@
-// The four kernels. Every loop is grid-stride: any grid and any block give the same result, and no block waits for another.
-// Compiled by NVRTC on a GPU, and by the host's C++ compiler over emulate.h where there is none.
+// The kernels of a step: the four plain ones, and step_batch, which is gather and slots in one. They follow common.cuh.
 //
-// A table's memory is one arena: filled counts [num_groups, max_num_reqs], then each group's rows [max_num_reqs, width].
-// A batch has the same layout, so its counts say how many columns each batch row holds; behind it lie how many rows the
-// last batch had, and a copy of these counts that the fused step makes for itself: [arena_size + 2 + num_groups *
-// max_num_reqs] in all.
+// A table's memory is one arena: filled counts [num_groups, max_num_reqs], then each group's rows [max_num_reqs,
+// width]. A batch has the same layout, so its counts say how many columns each batch row holds; after it come how many
+// rows the last batch had, and a copy of these counts that the fused step makes for itself: [arena_size + 2 +
+// num_groups * max_num_reqs] in all.
+//
+// HAS_* say what the table's groups need (KernelOptions.features). A launch of a few microseconds is half instruction
+// fetches: what no group needs is left out when the module is compiled.
 
-#ifndef SLOT_T
-#define SLOT_T long long  // int where slot_dtype is int32
+// In a fused step, step_batch may start while apply_changes runs: it loads what that kernel does not write, and waits
+// for its end here. Where the GPU or the launch does not overlap them this is nothing.
+static __device__ __forceinline__ void wait_for_changes(const int*& arena) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // The pointer comes out of it, so that no load through it, however invariant it looks, moves before it.
+  asm volatile("griddepcontrol.wait;" : "+l"(arena) : : "memory");
 #endif
+}
 
-// What the table's groups need. A launch of a few microseconds is half instruction fetches: what no group needs is left
-// out when the module is compiled.
-#ifndef HAS_SHARDS
-#define HAS_SHARDS 1  // a group is sharded over context-parallel ranks
+static __device__ __forceinline__ void wait_for_changes(const int*& arena, int*& batch) {
+  wait_for_changes(arena);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("" : "+l"(batch) : : "memory");
 #endif
-#ifndef HAS_MODES
-#define HAS_MODES 1  // a group's slot_mode is "ring" or "none"
-#endif
-#ifndef HAS_NULL_PADS
-#define HAS_NULL_PADS 1  // a group's null_is_pad is set
-#endif
-#ifndef HAS_WINDOWS
-#define HAS_WINDOWS 1  // a group has a sliding window
-#endif
-#ifndef HAS_ODD_SIZES
-#define HAS_ODD_SIZES 1  // a group's tokens_per_column is no power of two
-#endif
+}
 
-typedef long long int64;
+static __device__ __forceinline__ void let_step_batch_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
-static const int PAD_SLOT_ID = -1;
-static const int NULL_BLOCK_ID = 0;
-static const int SLOT_MODE_RING = 1;
-static const int SLOT_MODE_NONE = 2;
-
-// One row of BlockTableConfig.group_fields(), in the order of GROUP_FIELDS.
-struct Group {
-  int64 table_start;          // entry of the arena where the group's rows begin
-  int64 width;                // columns of a row
-  int64 tokens_per_column;    // tokens in a kernel block
-  int64 blocks_per_kv_block;  // kernel blocks in a manager block
-  int64 slot_mode;            // 0 linear, 1 ring, 2 none
-  int64 null_is_pad;          // whether a token in the NULL block is PAD
-  int64 sliding_window;       // tokens; 0: none
-  int64 world_size;           // ranks that share the tokens; 1: replicated
-  int64 rank;                 // this one
-  int64 interleave_size;      // tokens a rank holds in turn
+// What stands before packed changes.
+struct Counts {
+  int num_singles;
+  int num_ranges;
+  int num_range_values;
+  int num_null_ranges;
+  int num_nulls;
 };
 
-// a / b for a >= 0 and b > 0: 64-bit division costs some 70 instructions, and few operands need it.
-static __device__ __forceinline__ int64 divide(int64 a, int64 b) {
-  if (((a | b) >> 32) == 0) return (int64)((unsigned)a / (unsigned)b);
-  return a / b;
+// Index of the range that `value` lies in; starts[0] is 0.
+static __device__ __forceinline__ int range_of(const int* starts, int num_ranges, int value) {
+  int range_index = 0, end = num_ranges;
+  while (end - range_index > 1) {
+    int middle = range_index + (end - range_index) / 2;
+    if (starts[middle] <= value) range_index = middle;
+    else end = middle;
+  }
+  return range_index;
 }
 
-// The column that a token lies in.
-static __device__ __forceinline__ int64 column_of(int64 local, int64 tokens_per_column) {
-  if (HAS_ODD_SIZES) return divide(local, tokens_per_column);
-  return local >> (__ffsll(tokens_per_column) - 1);
-}
-
-// How many of the first `tokens` tokens this rank holds (R19).
-static __device__ __forceinline__ int64 local_length(const Group& group, int64 tokens) {
-  int64 turn = group.world_size * group.interleave_size;
-  int64 rest = tokens % turn - group.rank * group.interleave_size;
-  rest = rest < 0 ? 0 : rest > group.interleave_size ? group.interleave_size : rest;
-  return tokens / turn * group.interleave_size + rest;
-}
-
-// Row of a batch index; -1 for a dummy and for padding.
-static __device__ __forceinline__ int row_of(const int* idx_mapping, int batch_index, int num_reqs, int max_num_reqs) {
-  if (batch_index >= num_reqs) return -1;
-  int row = idx_mapping ? idx_mapping[batch_index] : batch_index;
-  return row >= 0 && row < max_num_reqs ? row : -1;
-}
-
-// Write every range of values into the arena.
-extern "C" __global__ void scatter_writes(
-    const int64* __restrict__ offsets,  // [num_ranges], first entry of each range in the arena
-    const int* __restrict__ starts,     // [num_ranges + 1], first value of each range
-    const int* __restrict__ values,     // [num_values]
-    int num_ranges,
-    int num_values,
-    int* __restrict__ arena  // [arena.size], written
+// Do apply_changes. The first num_groups * copy_parts blocks copy counts, the others write.
+static __device__ __forceinline__ void apply(
+    const int* __restrict__ changes, const Counts& counts, int* __restrict__ arena, int num_groups, int max_num_reqs,
+    int64 arena_size, int* batch, int copy_parts, int64 mark, int64* last_mark
 ) {
-  int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x;
-  for (int64 entry = thread; entry < num_values; entry += (int64)gridDim.x * blockDim.x) {
-    int value = (int)entry;
-    // step 1: which value of which range
-    int range_index = value, end = num_ranges;
-    if (num_ranges != num_values) {  // else each range holds one value, as in steady decode
-      range_index = 0;
-      while (end - range_index > 1) {
-        int middle = range_index + (end - range_index) / 2;
-        if (starts[middle] <= value) range_index = middle;
-        else end = middle;
-      }
+  let_step_batch_start();
+  int copy_blocks = num_groups * copy_parts, block = (int)blockIdx.x - copy_blocks;
+  // step 1: keep the counts that step_batch replaces
+  if (block < 0) {
+    int held_rows = batch[arena_size], g = blockIdx.x / copy_parts, part = blockIdx.x % copy_parts;
+    const int* held = batch + (int64)g * max_num_reqs;
+    int* kept = batch + arena_size + 1;
+    for (int i = part * blockDim.x + threadIdx.x; i < held_rows; i += copy_parts * blockDim.x)
+      kept[1 + (int64)g * max_num_reqs + i] = held[i];
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      kept[0] = held_rows;
+      last_mark[0] = mark;
     }
-    // step 2: store the value
-    arena[offsets[range_index] + (value - starts[range_index])] = values[value];
+    return;
+  }
+  int thread = block * blockDim.x + threadIdx.x, num_threads = (gridDim.x - copy_blocks) * blockDim.x;
+  const int* single_offsets = changes;
+  const int* singles = single_offsets + counts.num_singles;
+  const int* range_offsets = singles + counts.num_singles;
+  const int* range_starts = range_offsets + counts.num_ranges;
+  const int* range_values = range_starts + counts.num_ranges;
+  const int* null_offsets = range_values + counts.num_range_values;
+  const int* null_starts = null_offsets + counts.num_null_ranges;
+  // step 2: store the single values
+  for (int i = thread; i < counts.num_singles; i += num_threads) arena[single_offsets[i]] = singles[i];
+  // step 3: store the ranges
+  for (int i = thread; i < counts.num_range_values; i += num_threads) {
+    int range_index = range_of(range_starts, counts.num_ranges, i);
+    arena[(int64)range_offsets[range_index] + (i - range_starts[range_index])] = range_values[i];
+  }
+  // step 4: make the NULL ranges NULL
+  for (int i = thread; i < counts.num_nulls; i += num_threads) {
+    int range_index = range_of(null_starts, counts.num_null_ranges, i);
+    arena[(int64)null_offsets[range_index] + (i - null_starts[range_index])] = NULL_BLOCK_ID;
   }
 }
 
-// Make every batch row NULL behind the columns that its row fills.
+// Write a commit's changes into the arena; in a fused step, keep the counts that the batch holds as well.
+extern "C" __global__ void apply_changes(
+    const int* __restrict__ changes,  // [2 * (num_singles + num_ranges + num_null_ranges) + num_range_values]
+    int num_singles,
+    int num_ranges,
+    int num_range_values,
+    int num_null_ranges,
+    int num_nulls,
+    int* __restrict__ arena,  // [arena_size], written
+    int num_groups,
+    int max_num_reqs,
+    int64 arena_size,
+    int* batch,       // [arena_size + 2 + num_groups * max_num_reqs], the copy of its counts written
+    int copy_parts,   // blocks that copy each group's counts; 0: nothing is copied
+    int64 mark,       // number of the step; 0: the host waits for none
+    int64* last_mark  // [1], written where counts are copied
+) {
+  Counts counts = {num_singles, num_ranges, num_range_values, num_null_ranges, num_nulls};
+  apply(changes, counts, arena, num_groups, max_num_reqs, arena_size, batch, copy_parts, mark, last_mark);
+}
+
+// The same changes in the launch's own parameters: nothing to stage, nothing to wait for, nothing to race with. Of
+// several sizes, since the driver copies the whole of a kernel's parameters; 32,764 bytes are the most it takes.
+template <int ENTRIES>
+struct Changes {
+  Counts counts;
+  int data[ENTRIES - 5];
+};
+
+#define APPLY_CHANGES(ENTRIES) \
+  extern "C" __global__ void apply_changes_##ENTRIES( \
+      const __grid_constant__ Changes<ENTRIES> changes, int* arena, int num_groups, int max_num_reqs, \
+      int64 arena_size, int* batch, int copy_parts, int64 mark, int64* last_mark \
+  ) { \
+    apply( \
+        changes.data, changes.counts, arena, num_groups, max_num_reqs, arena_size, batch, copy_parts, mark, last_mark \
+    ); \
+  }
+APPLY_CHANGES(245)
+APPLY_CHANGES(605)
+APPLY_CHANGES(1905)
+APPLY_CHANGES(8165)
+
+// Make columns of a batch row NULL: every `step`-th from `first` on, before `end`.
+static __device__ __forceinline__ void null_columns(
+    const Group* __restrict__ groups, int g, int* __restrict__ batch, int i, int first, int end, int step
+) {
+  // step 3: NULL over what an earlier batch left after them
+  int* batch_row = batch + groups[g].table_start + i * groups[g].width;
+  for (int column = first; column < end; column += step) batch_row[column] = NULL_BLOCK_ID;
+}
+
+// Make every batch row NULL after the columns that its row fills.
 extern "C" __global__ void null_stale_columns(
-    const int* __restrict__ idx_mapping,  // [num_reqs], batch index -> row; null: identity
+    const int* __restrict__ idx_mapping,  // [num_reqs], batch index -> row
     int num_reqs,
     int num_reqs_padded,
     int max_num_reqs,
@@ -115,7 +156,7 @@ extern "C" __global__ void null_stale_columns(
     int64 arena_size,
     int* __restrict__ batch  // [arena_size + 1 ..], tables written, counts read
 ) {
-  // Rows behind this batch hold what a larger one left; further ones are NULL, whatever their old counts say.
+  // Rows after this batch hold what a larger one left; further ones are NULL, whatever their old counts say.
   int held_rows = batch[arena_size];
   int num_rows = held_rows > num_reqs_padded ? held_rows : num_reqs_padded;
   // step 1: which batch row and group
@@ -124,10 +165,8 @@ extern "C" __global__ void null_stale_columns(
       // step 2: how many columns its row fills
       int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
       int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
-      // step 3: NULL over what an earlier batch left behind them
       int held = batch[(int64)g * max_num_reqs + i];
-      int* batch_row = batch + groups[g].table_start + i * groups[g].width;
-      for (int column = columns + threadIdx.x; column < held; column += blockDim.x) batch_row[column] = NULL_BLOCK_ID;
+      null_columns(groups, g, batch, i, columns + threadIdx.x, held, blockDim.x);
     }
   }
 }
@@ -143,7 +182,7 @@ static __device__ __forceinline__ int gather_row(
   int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
   // step 3: how many of them the window has left behind
   int64 first = 0;
-  if (HAS_WINDOWS && num_computed_tokens && groups[g].sliding_window && i < num_reqs) {
+  if (HAS_WINDOWS && groups[g].sliding_window && i < num_reqs) {
     first = num_computed_tokens[i] - groups[g].sliding_window + 1;
     first = first < 0 ? 0 : first;
     if (HAS_SHARDS && groups[g].world_size > 1) first = local_length(groups[g], first);
@@ -167,8 +206,8 @@ static __device__ __forceinline__ int gather_row(
 
 // Write the columns that the batch's rows fill, and remember how many there are.
 extern "C" __global__ void gather_block_tables(
-    const int* __restrict__ idx_mapping,          // [num_reqs], batch index -> row; null: identity
-    const int* __restrict__ num_computed_tokens,  // [num_reqs], batch index -> tokens; null: no window is cut
+    const int* __restrict__ idx_mapping,          // [num_reqs], batch index -> row
+    const int* __restrict__ num_computed_tokens,  // [num_reqs], batch index -> tokens
     int num_reqs,
     int num_reqs_padded,
     int max_num_reqs,
@@ -212,11 +251,15 @@ static __device__ __forceinline__ int request_of(const int* query_start_loc, int
   return low;
 }
 
-// Request that a token belongs to if all are of one length, as in decode and in a prefill of one request; to be checked.
-// requests_per_token: num_reqs / num_positions, times 2^32.
+// Request that a token belongs to where all are of one length, as in decode or a prefill of one; to be checked.
 static __device__ __forceinline__ int guess_request(int num_reqs, int64 requests_per_token, int token) {
   int guess = (int)((token * requests_per_token) >> 32);
   return guess < num_reqs ? guess : num_reqs - 1;
+}
+
+// The column that a token lies in.
+static __device__ __forceinline__ int64 column_of(int64 local, int64 tokens_per_column, int64 column_shift) {
+  return HAS_ODD_SIZES ? divide(local, tokens_per_column) : local >> column_shift;
 }
 
 // A token's index among this rank's tokens, or -1 where another rank owns it.
@@ -234,28 +277,6 @@ static __device__ __forceinline__ int64 local_index(const Group& group, int64 co
   return position;
 }
 
-// In a fused step, step_batch may start while apply_changes runs: it loads what that kernel does not write, and waits for
-// its end here. Where the GPU or the launch does not overlap them this is nothing.
-static __device__ __forceinline__ void wait_for_changes(const int*& arena) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // The pointer comes out of it, so that no load through it, however invariant it looks, moves before it.
-  asm volatile("griddepcontrol.wait;" : "+l"(arena) : : "memory");
-#endif
-}
-
-static __device__ __forceinline__ void wait_for_changes(const int*& arena, int*& batch) {
-  wait_for_changes(arena);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("" : "+l"(batch) : : "memory");
-#endif
-}
-
-static __device__ __forceinline__ void let_step_batch_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
 // Return the slot of one token. What can be loaded at once is: a small launch takes as long as its chain of loads.
 template <bool IN_STEP>
 static __device__ __forceinline__ int64 map_token(
@@ -264,7 +285,8 @@ static __device__ __forceinline__ int64 map_token(
     const int* arena, int num_slots, int64 requests_per_token, int token
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
-  int64 table_start = groups[g].table_start, width = groups[g].width, tokens_per_column = groups[g].tokens_per_column;
+  int64 table_start = groups[g].table_start, width = groups[g].width;
+  int64 tokens_per_column = groups[g].tokens_per_column, column_shift = groups[g].column_shift;
   int request = guess_request(num_reqs, requests_per_token, token);
   int start = 0, end = 0, row = -1;
   if (num_reqs > 0) {
@@ -274,7 +296,7 @@ static __device__ __forceinline__ int64 map_token(
   }
   int64 position = token < num_positions ? positions[token] : -1;
   if (IN_STEP) wait_for_changes(arena);
-  // step 2: PAD behind the last real token
+  // step 2: PAD after the last real token
   if (token >= num_tokens || (HAS_MODES && groups[g].slot_mode == SLOT_MODE_NONE)) return PAD_SLOT_ID;
   // step 3: which request and row
   if (start > token || end <= token) {
@@ -287,7 +309,7 @@ static __device__ __forceinline__ int64 map_token(
   int64 local = local_index(groups[g], columns, position);
   if ((HAS_SHARDS || HAS_MODES) && local < 0) return PAD_SLOT_ID;
   // step 5: which column, and whether the row fills it
-  int64 column = column_of(local, tokens_per_column);
+  int64 column = column_of(local, tokens_per_column, column_shift);
   // step 6: which kernel block
   int64 block_id = column < width ? arena[table_start + row * width + column] : 0;
   if (column >= columns) return PAD_SLOT_ID;
@@ -295,47 +317,46 @@ static __device__ __forceinline__ int64 map_token(
   return block_id * tokens_per_column + (local - column * tokens_per_column);
 }
 
-// Tokens that a warp maps in a long launch: each thread takes pairs, so that a warp reads and writes 512 bytes at a time.
+// Tokens that a warp maps in a long launch: each thread takes pairs, so that a warp reads and writes 512 bytes a time.
 static const int WARP = 32;
 static const int PAIRS = 4;
 static const int CHUNK = 2 * PAIRS * WARP;
 
 // The i-th token of a thread's pairs, from its first one on.
-static __device__ __forceinline__ int pair_token(int first, int i) { return first + i / 2 * (2 * WARP) + i % 2; }
+static __device__ __forceinline__ int64 pair_token(int64 first, int i) { return first + i / 2 * (2 * WARP) + i % 2; }
 
-// Write the slots of a warp's chunk of tokens, from `chunk` on. Most threads' tokens lie in one request, and most of them
-// in one block: then there is one search and one division for all eight. Any other token goes the way of map_token.
+// Write the slots of a warp's chunk of tokens, from `chunk` on. Most threads' tokens lie in one request, and most of
+// them in one block: then there is one search and one division for all eight. Others go the way of map_token.
 static __device__ __forceinline__ void map_chunk(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
     int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int g,
-    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int num_slots, int64 requests_per_token, int chunk
+    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int num_slots, int64 requests_per_token, int64 chunk
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
-  int first = chunk + 2 * (threadIdx.x % WARP);
-  int last = pair_token(first, 2 * PAIRS - 1);
+  int64 first = chunk + 2 * (threadIdx.x % WARP), last = pair_token(first, 2 * PAIRS - 1);
   bool is_simple = last < num_tokens && num_reqs > 0;
   if (HAS_SHARDS) is_simple = is_simple && groups[g].world_size == 1;
   if (HAS_MODES) is_simple = is_simple && groups[g].slot_mode == 0;
   int row = -1;
   if (is_simple) {
-    int request = guess_request(num_reqs, requests_per_token, first);
+    int request = guess_request(num_reqs, requests_per_token, (int)first);
     if (query_start_loc[request] > first || query_start_loc[request + 1] <= first)
-      request = request_of(query_start_loc, num_reqs, first);
+      request = request_of(query_start_loc, num_reqs, (int)first);
     is_simple = request >= 0 && last < query_start_loc[request + 1];
     row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
   }
   if (!is_simple || row < 0) {
     for (int i = 0; i < 2 * PAIRS; ++i) {
-      int token = pair_token(first, i);
+      int64 token = pair_token(first, i);
       if (token < num_slots)
         slots[token] = (SLOT_T)map_token<false>(
             idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
-            requests_per_token, token
+            requests_per_token, (int)token
         );
     }
     return;
   }
-  int64 tokens_per_column = groups[g].tokens_per_column;
+  int64 tokens_per_column = groups[g].tokens_per_column, column_shift = groups[g].column_shift;
   int64 columns = arena[(int64)g * max_num_reqs + row];
   const int* table_row = arena + groups[g].table_start + row * groups[g].width;
   int64 position[2 * PAIRS];
@@ -358,7 +379,7 @@ static __device__ __forceinline__ void map_chunk(
     if ((unsigned long long)(position[i] - block_start) >= block_size) {
       block_size = 0;
       if (position[i] >= 0) {
-        int64 column = column_of(position[i], tokens_per_column);
+        int64 column = column_of(position[i], tokens_per_column, column_shift);
         if (column < columns) {
           int64 block_id = table_row[column];
           if (!HAS_NULL_PADS || !groups[g].null_is_pad || block_id >= groups[g].blocks_per_kv_block) {
@@ -378,7 +399,7 @@ static __device__ __forceinline__ void map_chunk(
 
 // Write the slot of every token, and PAD from the last real token to the end of the slots.
 extern "C" __global__ void map_slots(
-    const int* __restrict__ idx_mapping,      // [num_reqs], batch index -> row; null: identity
+    const int* __restrict__ idx_mapping,      // [num_reqs], batch index -> row
     const int* __restrict__ query_start_loc,  // [num_reqs + 1], first token of each request
     const int64* __restrict__ positions,      // [num_positions], token -> its index in its request
     int num_reqs,
@@ -391,15 +412,15 @@ extern "C" __global__ void map_slots(
     SLOT_T* __restrict__ slots,     // [num_groups, slots_stride], the first num_slots of each written
     int64 slots_stride,
     int num_slots,
-    int64 requests_per_token  // num_reqs / num_positions, times 2^32
+    int64 requests_per_token  // what a token's request is guessed from: token * this >> 32
 ) {
   // step 1: which token and group
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y) {
     for (int64 token = thread; token < num_slots; token += num_threads) {
       int64 slot = map_token<false>(
-          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y, arena,
-          num_slots, requests_per_token, (int)token
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y,
+          arena, num_slots, requests_per_token, (int)token
       );
       // step 7: store the slot
       slots[y * slots_stride + token] = (SLOT_T)slot;
@@ -410,99 +431,28 @@ extern "C" __global__ void map_slots(
 // map_slots for launches that fill the GPU many times over: each warp maps chunks of tokens.
 extern "C" __global__ void map_slots_long(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
-    int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int first_group, int num_groups,
-    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int64 slots_stride, int num_slots,
+    int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int first_group,
+    int num_groups, const int* __restrict__ arena, SLOT_T* __restrict__ slots, int64 slots_stride, int num_slots,
     int64 requests_per_token
 ) {
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y)
     for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
       map_chunk(
-          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y, arena,
-          slots + y * slots_stride, num_slots, requests_per_token, (int)chunk
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y,
+          arena, slots + y * slots_stride, num_slots, requests_per_token, chunk
       );
 }
 
-// The fused step is two kernels, one after the other: apply_changes, then step_batch.
-
-// A commit by value, in the launch's own parameters: nothing to stage, nothing to wait for, nothing to race with.
-// data: offsets of single values, those values; offsets of ranges, their starts among the range values, those values;
-// offsets of ranges that become NULL, their starts.
-template <int SIZE>
-struct Changes {
-  int num_singles;
-  int num_ranges;
-  int num_range_values;
-  int num_null_ranges;
-  int num_nulls;
-  int data[SIZE];
-};
-
-// Index of the range that `value` lies in; starts[0] is 0.
-static __device__ __forceinline__ int range_of(const int* starts, int num_ranges, int value) {
-  int range_index = 0, end = num_ranges;
-  while (end - range_index > 1) {
-    int middle = range_index + (end - range_index) / 2;
-    if (starts[middle] <= value) range_index = middle;
-    else end = middle;
-  }
-  return range_index;
-}
-
-template <int SIZE>
-static __device__ __forceinline__ void apply(
-    const Changes<SIZE>& changes, int* arena, int num_groups, int max_num_reqs, int64 arena_size, int* batch
-) {
-  let_step_batch_start();
-  int thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
-  const int* single_offsets = changes.data;
-  const int* singles = single_offsets + changes.num_singles;
-  const int* range_offsets = singles + changes.num_singles;
-  const int* range_starts = range_offsets + changes.num_ranges;
-  const int* range_values = range_starts + changes.num_ranges;
-  const int* null_offsets = range_values + changes.num_range_values;
-  const int* null_starts = null_offsets + changes.num_null_ranges;
-  for (int i = thread; i < changes.num_singles; i += num_threads) arena[single_offsets[i]] = singles[i];
-  for (int i = thread; i < changes.num_range_values; i += num_threads) {
-    int range_index = range_of(range_starts, changes.num_ranges, i);
-    arena[(int64)range_offsets[range_index] + (i - range_starts[range_index])] = range_values[i];
-  }
-  for (int i = thread; i < changes.num_nulls; i += num_threads) {
-    int range_index = range_of(null_starts, changes.num_null_ranges, i);
-    arena[(int64)null_offsets[range_index] + (i - null_starts[range_index])] = NULL_BLOCK_ID;
-  }
-
-  // The counts that the batch holds, for step_batch to read while it writes new ones.
-  int held_rows = batch[arena_size];
-  int* copy = batch + arena_size + 1;
-  for (int cell = thread; cell < num_groups * held_rows; cell += num_threads) {
-    int64 place = (int64)(cell / held_rows) * max_num_reqs + cell % held_rows;
-    copy[1 + place] = batch[place];
-  }
-  if (thread == 0) copy[0] = held_rows;
-}
-
-// Four sizes, since the driver copies the whole of a kernel's parameters; 32,764 bytes are the most it takes.
-#define APPLY_CHANGES(NAME, SIZE)                                                                              extern "C" __global__ void NAME(                                                                                 const __grid_constant__ Changes<SIZE> changes, int* arena, int num_groups, int max_num_reqs,                 int64 arena_size, int* batch                                                                             ) {                                                                                                            apply(changes, arena, num_groups, max_num_reqs, arena_size, batch);                                        }
-APPLY_CHANGES(apply_changes_tiny, 240)
-APPLY_CHANGES(apply_changes_small, 600)
-APPLY_CHANGES(apply_changes_medium, 1900)
-APPLY_CHANGES(apply_changes_large, 8160)
-
-static __device__ __forceinline__ void null_columns(
-    const Group* __restrict__ groups, int g, int* __restrict__ batch, int i, int first, int end, int step
-) {
-  int* batch_row = batch + groups[g].table_start + i * groups[g].width;
-  for (int column = first; column < end; column += step) batch_row[column] = NULL_BLOCK_ID;
-}
-
-// The gather of a whole step, by the first gather_blocks blocks: `parts` warps for each batch row and group.
+// The gather of a step, by the first gather_blocks blocks, whose warps are shared out evenly to batch rows and groups.
 static __device__ __forceinline__ void gather_part(
     const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens, int num_reqs, int num_reqs_padded,
     int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* arena, int64 arena_size, int* batch,
-    int gather_blocks, int parts
+    int gather_blocks
 ) {
   unsigned first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP, num_warps = gather_blocks * (blockDim.x / WARP);
+  unsigned pairs = (num_reqs_padded > 0 ? num_reqs_padded : 1) * num_groups;
+  unsigned parts = num_warps > pairs ? num_warps / pairs : 1;
   unsigned lane = threadIdx.x % WARP, team = WARP * parts;
   unsigned end = (unsigned)num_reqs_padded * num_groups * parts;
   for (unsigned warp = first; warp < end; warp += num_warps) {
@@ -513,7 +463,8 @@ static __device__ __forceinline__ void gather_part(
     wait_for_changes(arena, batch);
     const int* held = batch + arena_size + 2;
     int held_rows = held[-1], stale = held[cell];
-    int columns = gather_row(row, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, thread, team);
+    int columns =
+        gather_row(row, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, thread, team);
     if (thread == 0) batch[cell] = columns;
     if (i < held_rows) null_columns(groups, g, batch, i, columns + thread, stale, team);
   }
@@ -530,16 +481,58 @@ static __device__ __forceinline__ void gather_part(
   }
 }
 
-// The gather and the slots of a whole step: the first gather_blocks blocks gather, the others map.
+// Do step_batch: the first gather_blocks blocks gather, the last one shows the mark, and those between them map.
+template <bool IS_LONG>
+static __device__ __forceinline__ void step(
+    const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens,
+    const int* __restrict__ query_start_loc, const int64* __restrict__ positions, int num_reqs, int num_reqs_padded,
+    int num_positions, int max_num_reqs, int64 requests_per_token, const Group* __restrict__ groups, int num_groups,
+    const int* arena, int64 arena_size, int* batch, SLOT_T* __restrict__ slots, int num_slots, int gather_blocks,
+    int blocks_per_group, const int64* last_mark, int64* shown_mark
+) {
+  int block = (int)blockIdx.x - gather_blocks;
+  if (block < 0) {
+    gather_part(
+        idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, groups, num_groups, arena,
+        arena_size, batch, gather_blocks
+    );
+    return;
+  }
+  int g = block / blocks_per_group;
+  if (g >= num_groups) {
+    wait_for_changes(arena);  // they are read then, and the host may know
+    if (threadIdx.x == 0 && last_mark[0] > 0) shown_mark[0] = last_mark[0];
+    return;
+  }
+  int64 thread = (int64)(block - g * blocks_per_group) * blockDim.x + threadIdx.x;
+  int64 num_threads = (int64)blocks_per_group * blockDim.x;
+  if (IS_LONG) {
+    wait_for_changes(arena);
+    for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
+      map_chunk(
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena,
+          slots + (int64)g * num_slots, num_slots, requests_per_token, chunk
+      );
+    return;
+  }
+  for (int64 token = thread; token < num_slots; token += num_threads)
+    slots[(int64)g * num_slots + token] = (SLOT_T)map_token<true>(
+        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
+        requests_per_token, (int)token
+    );
+}
+
+// Do the gather and the slots of a step together, after apply_changes.
 extern "C" __global__ void step_batch(
-    const int* __restrict__ idx_mapping,          // [num_reqs], batch index -> row; null: identity
-    const int* __restrict__ num_computed_tokens,  // [num_reqs], batch index -> tokens; null: no window is cut
+    const int* __restrict__ idx_mapping,          // [num_reqs], batch index -> row
+    const int* __restrict__ num_computed_tokens,  // [num_reqs], batch index -> tokens
     const int* __restrict__ query_start_loc,      // [num_reqs + 1], first token of each request
     const int64* __restrict__ positions,          // [num_positions], token -> its index in its request
     int num_reqs,
     int num_reqs_padded,
     int num_positions,
     int max_num_reqs,
+    int64 requests_per_token,          // what a token's request is guessed from: token * this >> 32
     const Group* __restrict__ groups,  // [num_groups]
     int num_groups,
     const int* arena,  // [arena_size], of which apply_changes may still write when this starts
@@ -547,55 +540,29 @@ extern "C" __global__ void step_batch(
     int* batch,                  // [arena_size + 2 + num_groups * max_num_reqs], written
     SLOT_T* __restrict__ slots,  // [num_groups, num_slots], written
     int num_slots,
-    int gather_blocks,        // 0: nothing is gathered
-    int gather_parts,         // warps for each batch row and group
-    int blocks_per_group,     // that map its slots
-    int64 requests_per_token  // num_reqs / num_positions, times 2^32
+    int gather_blocks,       // 0: nothing is gathered
+    int blocks_per_group,    // that map its slots
+    const int64* last_mark,  // [1], what apply_changes was given
+    int64* shown_mark        // [1] in the host's memory, written
 ) {
-  int block = (int)blockIdx.x - gather_blocks;
-  if (block < 0) {
-    gather_part(
-        idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, groups, num_groups, arena, arena_size,
-        batch, gather_blocks, gather_parts
-    );
-    return;
-  }
-  int g = block / blocks_per_group;
-  if (g >= num_groups) return;
-  SLOT_T* group_slots = slots + (int64)g * num_slots;
-  int64 num_threads = (int64)blocks_per_group * blockDim.x;
-  for (int64 token = (int64)(block - g * blocks_per_group) * blockDim.x + threadIdx.x; token < num_slots;
-       token += num_threads)
-    group_slots[token] = (SLOT_T)map_token<true>(
-        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
-        requests_per_token, (int)token
-    );
+  step<false>(
+      idx_mapping, num_computed_tokens, query_start_loc, positions, num_reqs, num_reqs_padded, num_positions,
+      max_num_reqs, requests_per_token, groups, num_groups, arena, arena_size, batch, slots, num_slots, gather_blocks,
+      blocks_per_group, last_mark, shown_mark
+  );
 }
 
 // step_batch where the slots fill the GPU many times over.
 extern "C" __global__ void step_batch_long(
     const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens,
     const int* __restrict__ query_start_loc, const int64* __restrict__ positions, int num_reqs, int num_reqs_padded,
-    int num_positions, int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* arena,
-    int64 arena_size, int* batch, SLOT_T* __restrict__ slots, int num_slots, int gather_blocks,
-    int gather_parts, int blocks_per_group, int64 requests_per_token
+    int num_positions, int max_num_reqs, int64 requests_per_token, const Group* __restrict__ groups, int num_groups,
+    const int* arena, int64 arena_size, int* batch, SLOT_T* __restrict__ slots, int num_slots, int gather_blocks,
+    int blocks_per_group, const int64* last_mark, int64* shown_mark
 ) {
-  int block = (int)blockIdx.x - gather_blocks;
-  if (block < 0) {
-    gather_part(
-        idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, groups, num_groups, arena, arena_size,
-        batch, gather_blocks, gather_parts
-    );
-    return;
-  }
-  int g = block / blocks_per_group;
-  if (g >= num_groups) return;
-  wait_for_changes(arena);
-  int64 thread = (int64)(block - g * blocks_per_group) * blockDim.x + threadIdx.x;
-  int64 num_threads = (int64)blocks_per_group * blockDim.x;
-  for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
-    map_chunk(
-        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena,
-        slots + (int64)g * num_slots, num_slots, requests_per_token, (int)chunk
-    );
+  step<true>(
+      idx_mapping, num_computed_tokens, query_start_loc, positions, num_reqs, num_reqs_padded, num_positions,
+      max_num_reqs, requests_per_token, groups, num_groups, arena, arena_size, batch, slots, num_slots, gather_blocks,
+      blocks_per_group, last_mark, shown_mark
+  );
 }

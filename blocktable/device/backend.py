@@ -97,30 +97,40 @@ class DeviceBackend:
                 )
             driver.is_mapped = mode != "copy"
             if mode in ("auto", "params") and not driver.is_emulated:
-                driver.is_mapped = mapped_memory_works(driver)
+                with driver.current():
+                    driver.is_mapped = mapped_memory_works(driver)
             self._drivers[key] = driver
         return self._drivers[key]
 
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> DeviceStore:
         """Allocate one table, all NULL and empty."""
-        return DeviceStore(config, self.driver(device), has_fused_step="fused_step" in self.capabilities)
+        driver = self.driver(device)
+        with driver.current():
+            return DeviceStore(config, driver, has_fused_step="fused_step" in self.capabilities)
 
-    def create_slot_mapper(self, store: DeviceStore) -> DeviceStore:
+    def create_slot_mapper(self, store: Any) -> DeviceStore:
         """Return the slot mapper over a store: the store is both."""
+        assert isinstance(store, DeviceStore)
         return store
 
     def from_host(self, array: IntArray, device: Any = None) -> Array:
         """Return a device copy of `array`."""
-        return self.driver(device).upload(array)
+        driver = self.driver(device)
+        with driver.current():
+            return driver.upload(array)
 
     def to_host(self, array: Array) -> IntArray:
         """Wait for the device and return a host copy of `array`."""
-        found: IntArray = self.driver(getattr(array, "device", None)).download(array)
-        return found
+        driver = self.driver(getattr(array, "device", None))
+        with driver.current():
+            found: IntArray = driver.download(array)
+            return found
 
     def synchronize(self, device: Any = None) -> None:
         """Wait until everything queued on `device` is done."""
-        self.driver(device).synchronize()
+        driver = self.driver(device)
+        with driver.current():
+            driver.synchronize()
 
 
 def has_cuda_bindings() -> bool:

@@ -75,6 +75,9 @@ class GraphKernel(Kernel, Protocol):
 class Driver(Protocol):
     """One device. Streams are handles: ints. Nothing here decides anything that the contract says.
 
+    The layer makes the device the current one before it calls, but for `current`, `is_current`, `stream`,
+    `is_capturing` and `address`, which find any.
+
     Attributes:
         is_emulated: whether the "device" is the host and every call is done when it returns.
         is_mapped: whether kernels read what the host writes to a `HostBlock`; otherwise `send` copies it.
@@ -141,7 +144,7 @@ class Driver(Protocol):
         """Make what comes on stream `after` wait for what is on stream `before`, without a host wait."""
 
     def mark(self, stream: int) -> Any:
-        """Return a completion mark of what is on the stream now."""
+        """Return a completion mark of what is on the stream now; no int, which the layer's own marks are."""
 
     def wait(self, mark: Any) -> None:
         """Wait for a mark."""
@@ -192,7 +195,7 @@ def mapped_memory_works(driver: Driver) -> bool:
     """Say whether a kernel sees what the host writes to a mapped block after an earlier kernel has read it.
 
     Args:
-        driver: with `is_mapped` set.
+        driver: with `is_mapped` set; its device is the current one.
     """
     block, target = driver.host_block(2), driver.full(1, 0, "int32")
     kernel = driver.kernel("apply_changes", KernelOptions())
@@ -200,10 +203,7 @@ def mapped_memory_works(driver: Driver) -> bool:
     address = driver.address(target)
     for value in (1, 2):
         block.host[1] = value
-        with driver.current():
-            kernel(
-                (1, 1), (block.address, 1, 0, 0, 0, 0, address, 0, 0, 1, address, 0, 0, address), driver.stream(None)
-            )
+        kernel((1, 1), (block.address, 1, 0, 0, 0, 0, address, 0, 0, 1, address, 0, 0, address), driver.stream(None))
         if driver.download(target)[0] != value:
             return False
     return True

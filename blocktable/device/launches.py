@@ -137,11 +137,8 @@ class Launches:
             mark = marks.last
         return (self._apply, grid, (block.address + 4 * CHANGES_HEADER, *counts, *memory, mark, last_mark)), mark
 
-    def no_changes(self, batch: int, last_mark: int) -> Launch:
-        """Return the launch of a commit of nothing; it copies counts for step_batch, of a batch that is not 0.
-
-        Arguments as `apply_changes`.
-        """
+    def no_changes(self, batch: int = 0, last_mark: int = 0) -> Launch:
+        """Return the launch of a commit of nothing; it copies a batch's counts for step_batch, as `apply_changes`."""
         copy_parts = self._copy_parts if self.has_step_batch and batch else 0
         memory = (self._arena_address, *self._sizes, batch, copy_parts)
         return (

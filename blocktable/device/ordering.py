@@ -45,7 +45,8 @@ class StreamOrder:
         elif stream != self._last:
             if self._last is not None:
                 self._refuse_change(self._last)
-                driver.order(self._last, stream)
+                with driver.current():
+                    driver.order(self._last, stream)
             self._last = stream
         return stream, is_capturing
 

@@ -59,7 +59,7 @@ class StepMarks:
 
     def __init__(self, block: HostBlock) -> None:
         self._block = block  # owns the memory
-        self.address: int = block.address
+        self.address: int = block.host_address  # a copy on the device is no place that the host sees
         self.shown: IntArray = block.host[:2].view(np.int64)
         self.shown[0] = 0
         self.last: int = 0
@@ -108,11 +108,12 @@ class StagingRing:
 
     def wait_for(self, block: HostBlock) -> HostBlock:
         """Wait until a block is free, and return it."""
-        if isinstance(block.mark, int):
-            assert self._step_marks is not None
-            self._step_marks.wait(block.mark, self._order)
-        else:
-            self._driver.wait(block.mark)
+        with self._driver.current():
+            if isinstance(block.mark, int):
+                assert self._step_marks is not None
+                self._step_marks.wait(block.mark, self._order)
+            else:
+                self._driver.wait(block.mark)
         block.mark = None
         return block
 

@@ -64,13 +64,15 @@ class DeviceStore:
         self._order = StreamOrder(driver)
         self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
         self._last_mark: Array = driver.full(1, 0, "int64")
-        self._changes = StagingRing(driver, steady_entries(config), config.steps_in_flight, self._order, self._marks)
+        steady = steady_entries(config)
+        steady = next((size for size in driver.change_sizes if size >= steady), steady)  # a launch copies a whole size
+        self._changes = StagingRing(driver, steady, config.steps_in_flight, self._order, self._marks)
         # gather and compute_slot_mappings take a block each.
         entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
         self._inputs = StagingRing(driver, entries, 2 * config.steps_in_flight, self._order)
         self._lent: tuple[HostBlock | None, int] = None, 0
         # A kernel may be loaded at its first launch, which must not be inside a capture.
-        run([self._launches.no_changes(0, 0)], driver.stream(None))
+        run([self._launches.no_changes()], driver.stream(None))
         driver.synchronize()  # the fills ran on whatever stream was current
 
     def table(self, group: int) -> Array:
@@ -121,11 +123,14 @@ class DeviceStore:
         native, is_capturing = self._order.enter(stream)
         if is_capturing:
             refuse_capture(is_capturing, "A commit")
-        block = next(self._changes.blocks)
-        mark = block.mark
-        # Most often the device is many steps further: a look at memory, and no call.
-        if mark is not None and (self._marks is None or type(mark) is not int or self._marks.shown[0] < mark):
-            self._changes.wait_for(block)
+        block = self._lent[0]
+        if block is None or block.mark is not None:  # otherwise it was lent for a commit of nothing, or by value
+            block = next(self._changes.blocks)
+            mark = block.mark
+            # Most often the device is many steps further: a look at memory, and no call.
+            if mark is not None and (self._marks is None or type(mark) is not int or self._marks.shown[0] < mark):
+                self._changes.wait_for(block)
+            block.mark = None
         self._lent = block, native
         return block.host
 

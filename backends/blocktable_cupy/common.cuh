@@ -1,0 +1,46 @@
+// What kernels.cu and exports.cu begin with. NVRTC compiles them on a GPU, and the host's C++ compiler over emulate.h
+// where there is none. Every loop is grid-stride, so that any block gives the same result, and no block waits for
+// another. SLOT_T is the type of slots, or of exported entries: long long or int.
+
+typedef long long int64;
+
+static const int PAD_SLOT_ID = -1;
+static const int NULL_BLOCK_ID = 0;
+static const int SLOT_MODE_RING = 1;
+static const int SLOT_MODE_NONE = 2;
+
+// One row of BlockTableConfig.group_fields(), in the order of GROUP_FIELDS.
+struct Group {
+  int64 table_start;          // entry of the arena where the group's rows begin
+  int64 width;                // columns of a row
+  int64 tokens_per_column;    // tokens in a kernel block
+  int64 blocks_per_kv_block;  // kernel blocks in a manager block
+  int64 slot_mode;            // 0 linear, 1 ring, 2 none
+  int64 null_is_pad;          // whether a token in the NULL block is PAD
+  int64 sliding_window;       // tokens; 0: none
+  int64 world_size;           // ranks that share the tokens; 1: replicated
+  int64 rank;                 // this one
+  int64 interleave_size;      // tokens a rank holds in turn
+  int64 column_shift;         // tokens_per_column is 1 << column_shift, where it is a power of two
+};
+
+// a / b for a >= 0 and b > 0: 64-bit division costs some 70 instructions, and few operands need it.
+static __device__ __forceinline__ int64 divide(int64 a, int64 b) {
+  if (((a | b) >> 32) == 0) return (int64)((unsigned)a / (unsigned)b);
+  return a / b;
+}
+
+// How many of the first `tokens` tokens this rank holds (R19).
+static __device__ __forceinline__ int64 local_length(const Group& group, int64 tokens) {
+  int64 turn = group.world_size * group.interleave_size;
+  int64 rest = tokens % turn - group.rank * group.interleave_size;
+  rest = rest < 0 ? 0 : rest > group.interleave_size ? group.interleave_size : rest;
+  return tokens / turn * group.interleave_size + rest;
+}
+
+// Row of a batch index; -1 for a dummy and for padding.
+static __device__ __forceinline__ int row_of(const int* idx_mapping, int batch_index, int num_reqs, int max_num_reqs) {
+  if (batch_index >= num_reqs) return -1;
+  int row = idx_mapping[batch_index];
+  return row >= 0 && row < max_num_reqs ? row : -1;
+}
