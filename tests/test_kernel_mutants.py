@@ -103,7 +103,7 @@ FAULTS = {
         "R10",
         "separate and addresses_stay",
         {
-            "triton": {"held_rows = tl.load(batch_ptr + arena_size)\n    num_rows": "held_rows = 0\n    num_rows"},
+            "triton": {"tl.maximum(tl.load(batch_ptr + arena_size), num_reqs_padded)": "num_reqs_padded"},
             "cupy": {"= held_rows > num_reqs_padded ? held_rows : num_reqs_padded;": "= num_reqs_padded;"},
             "numba": {"max(batch[arena_size], num_reqs_padded)": "num_reqs_padded"},
         },
@@ -112,7 +112,7 @@ FAULTS = {
         "R5",
         "separate and padded_rows_hold",
         {
-            "triton": {"while first < held:": "while first < 0:"},
+            "triton": {"columns, held, TILE)": "columns, columns, TILE)"},
             "cupy": {"held, blockDim.x);": "0, blockDim.x);"},
             "numba": {"while column < held:": "while column < 0:"},
         },
@@ -186,7 +186,7 @@ FAULTS = {
         "R9",
         "separate and token_in_the_next_block",
         {
-            "triton": {"while first < num_values:": "while first + TILE <= num_values:"},
+            "triton": {"while first < num_singles:": "while first + TILE <= num_singles:"},
             "cupy": {"i < counts.num_singles;": "i + 1 < counts.num_singles;"},
             "numba": {"while value < num_values:": "while value + 1 < num_values:"},
         },
@@ -214,10 +214,7 @@ FAULTS = {
         "R10",
         "fused and addresses_stay",
         {
-            "triton": {
-                # The deeper one, of step_batch.
-                " " * 12 + "num_rows = tl.maximum(held_rows, num_reqs_padded)": " " * 12 + "num_rows = num_reqs_padded"
-            },
+            "triton": {"tl.maximum(held_rows, num_reqs_padded)": "num_reqs_padded"},
             "cupy": {"end = held_rows > num_reqs_padded ?": "end = false ?"},
             "numba": {"max(held_rows, num_reqs_padded)": "num_reqs_padded"},
         },
@@ -226,7 +223,7 @@ FAULTS = {
         "R5",
         "fused and padded_rows_hold",
         {
-            "triton": {"(column < stale[:, None])": "(column < 0)"},
+            "triton": {"tl.where(i < held_rows, held, 0), ROW_TILE)": "columns, ROW_TILE)"},
             "cupy": {"if (i < held_rows) null_columns(": "if (false) null_columns("},
             "numba": {"if stale > columns:": "if False:"},
         },
@@ -236,8 +233,8 @@ FAULTS = {
         "fused and (token_in_the_next_block or first_and_last_entries)",
         {
             "triton": {
-                "slot_parts).to(tl.int64) * TILE\n        while first < num_slots:": (
-                    "slot_parts).to(tl.int64) * TILE\n        while first + TILE <= num_slots:"
+                "blocks_per_group).to(tl.int64) * TILE\n        while first < num_slots:": (
+                    "blocks_per_group).to(tl.int64) * TILE\n        while first + TILE <= num_slots:"
                 )
             },
             "cupy": {
@@ -274,7 +271,7 @@ FAULTS = {
         "R27",
         "csr_of_one_rank",
         {
-            "triton": {"= _local_length(length, world_size, rank, interleave_size)": "= length"},
+            "triton": {"_local_length(length.to(tl.int64), group_ptr)": "length.to(tl.int64)"},
             "cupy": {"return group.world_size > 1 ? local_length(group, length) : length;": "return length;"},
             "numba": {
                 "length = local_length(length, groups[group + WORLD_SIZE], groups[group + RANK], "
@@ -287,7 +284,7 @@ FAULTS = {
         "R25",
         "separate and windows_are_cut_out",
         {
-            "triton": {"(num_computed_tokens != 0) & (sliding_window > 0)": "sliding_window < 0"},
+            "triton": {"if sliding_window > 0:": "if sliding_window < 0:"},
             "cupy": {"!group.sliding_window": "true"},
             "numba": {"if has_num_computed_tokens and sliding_window and row >= 0:": "if sliding_window < 0:"},
         },

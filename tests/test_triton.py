@@ -1,14 +1,12 @@
-"""The Triton backend where there is no GPU: launchers, memory, streams, staging, and what it says without a GPU."""
+"""The Triton backend where there is no GPU: its kernels' memory, its drivers, and what it says without a GPU."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,14 +14,15 @@ import numpy as np
 import pytest
 
 import blocktable as bt
-from blocktable_triton import INTERPRET_VARIABLE, TritonBackend, is_emulated
+from blocktable.device import FEATURES, SIGNATURES, KernelOptions
+from blocktable_triton import INTERPRET_VARIABLE, TritonBackend, is_interpreted
 
 NEEDS_TRITON = pytest.mark.skipif(
     not (importlib.util.find_spec("triton") and importlib.util.find_spec("torch")),
     reason="triton or torch is not installed: tox -e conformance-triton",
 )
 NEEDS_INTERPRETER = pytest.mark.skipif(
-    not (importlib.util.find_spec("triton") and importlib.util.find_spec("torch") and is_emulated()),
+    not (importlib.util.find_spec("triton") and importlib.util.find_spec("torch") and is_interpreted()),
     reason="wants Triton's interpreter: tox -e conformance-triton",
 )
 CONFIG = bt.BlockTableConfig(
@@ -38,76 +37,68 @@ CONFIG = bt.BlockTableConfig(
 )
 
 
-def make_table(backend: Any = None) -> bt.BlockTable:
-    made: Any = backend or TritonBackend()
+def make_table() -> bt.BlockTable:
+    made: Any = TritonBackend()
     return bt.BlockTable(CONFIG, made)
 
 
-# Launchers.
-
-
-def never_launched(*_: Any) -> None:
-    raise AssertionError("launched")
-
-
-NEVER_LAUNCHED = (never_launched, never_launched)
+# Arguments.
 
 
 @NEEDS_TRITON
-def test_a_scalar_that_does_not_fit_its_kernel_raises() -> None:
+def test_kernels_take_what_their_signatures_list() -> None:
+    from blocktable_triton import kernels
+    from blocktable_triton.driver import FUNCTIONS
+
+    for name, function in FUNCTIONS.items():
+        python: dict[str, str] = getattr(function, "fn", function).__annotations__
+        found = [(kind, argument) for argument, kind in python.items() if kind != "tl.constexpr"]
+        kinds = ["tl.int64" if kind.endswith("*") else f"tl.{kind}" for kind, _ in SIGNATURES[name].arguments]
+        assert found == list(zip(kinds, [argument for _, argument in SIGNATURES[name].arguments], strict=True))
+    for bit, feature in enumerate(FEATURES):
+        assert getattr(kernels, feature).value == 1 << bit
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize(("place", "value"), [(0, -1), (1, 2**31), (1, 2**32 + 5), (2, -(2**31) - 1)])
+def test_an_argument_that_does_not_fit_its_type_raises(place: int, value: int) -> None:
     """Cases: K5."""
-    from blocktable_triton import kernels
+    from blocktable_triton.driver import InterpretedDriver
 
-    with pytest.raises(OverflowError, match="4294967301 does not fit"):
-        kernels.launch_scatter_writes(never_launched, 32, 8, 2**32 + 5, 1, 8, None)
-    with pytest.raises(OverflowError, match="4294967301 does not fit"):
-        kernels.launch_map_slots(NEVER_LAUNCHED, (32, 64), 0, 8, 8, 1, 1, 4, 8, 0, 1, 8, 8, 0, 2**32 + 5, None)
-
-
-@NEEDS_TRITON
-def test_nothing_is_launched_for_nothing() -> None:
-    from blocktable_triton import kernels
-
-    kernels.launch_scatter_writes(never_launched, 32, 8, 0, 0, 8, None)
-    kernels.launch_map_slots(NEVER_LAUNCHED, (32, 64), 0, 8, 8, 0, 0, 4, 8, 0, 1, 8, 8, 0, 0, None)
-
-
-@NEEDS_TRITON
-@pytest.mark.parametrize("num_slots", [1, 256, 257, 2**31 - 1])
-@pytest.mark.parametrize("num_groups", [1, 3, 70000])
-def test_no_grid_is_empty_or_overflows(num_slots: int, num_groups: int) -> None:
-    """Triton multiplies a grid's sizes as 32-bit ints, and launches nothing where the product is not positive."""
-    from blocktable_triton import kernels
-
-    grids: list[tuple[int, ...]] = []
-
-    def kernel(grid: tuple[int, ...], arguments: tuple[int, ...], stream: Any) -> None:
-        grids.append(grid)
-
-    kernels.launch_map_slots(
-        (kernel, kernel), (128, 1024), 0, 8, 8, 0, 0, 4, 8, 0, num_groups, 8, 8, 0, num_slots, None
-    )
-    kernels.launch_null_stale_columns(kernel, 32, 8, 0, 0, 4, 8, num_groups, 8, 8, 8, None)
-    for x, y, z in grids:
-        assert (x >= 1, 1 <= y <= 65535, z) == (True, True, 1)
-        assert x * y * 256 <= 2**31
-    assert grids[1][0] == 1
+    driver = InterpretedDriver()
+    kernel = driver.kernel("null_stale_columns", KernelOptions())
+    arguments = [
+        driver.address(driver.full(2, 0, "int64")),
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        driver.address(driver.full(9, 0, "int64")),
+    ]
+    kernel((1, 1), arguments, 0)
+    arguments[place] = value
+    with pytest.raises(struct.error):
+        kernel((1, 1), arguments, 0)
 
 
 # Memory.
 
 
 class Guard:
-    """Refuses every access of an interpreted kernel outside the arrays it was told of."""
+    """Refuses every access of an interpreted kernel outside the arrays that the driver has made."""
 
     def __init__(self) -> None:
-        self.allowed: dict[str, tuple[int, int]] = {}
+        self.allowed: list[tuple[int, int]] = []
         self.accesses = 0
         self.is_armed = False
 
-    def allow(self, name: str, array: Any) -> None:
+    def allow(self, array: Any) -> Any:
         start = array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
-        self.allowed[name] = (start, start + array.nbytes)
+        self.allowed.append((start, start + array.nbytes))
+        return array
 
     def check(self, pointers: Any, mask: Any) -> None:
         if not self.is_armed:
@@ -115,7 +106,7 @@ class Guard:
         addresses = pointers.data[mask.data].astype(np.int64)
         size = pointers.get_element_ty().primitive_bitwidth // 8
         inside = np.zeros(addresses.shape, np.bool_)
-        for start, end in self.allowed.values():
+        for start, end in self.allowed:
             inside |= (addresses >= start) & (addresses + size <= end)
         self.accesses += addresses.size
         assert inside.all(), f"an access at {addresses[~inside][:3]}, outside of {self.allowed}"
@@ -125,8 +116,11 @@ class Guard:
 def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
     from triton.runtime.interpreter import InterpreterBuilder
 
+    from blocktable_triton.driver import InterpretedDriver
+
     guard = Guard()
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    full, upload, host_block = InterpretedDriver.full, InterpretedDriver.upload, InterpretedDriver.host_block
 
     def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         guard.check(pointers, mask)
@@ -136,26 +130,24 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
         guard.check(pointers, mask)
         return store(self, pointers, value, mask, *rest)
 
+    def allowed_block(self: Any, entries: int) -> Any:
+        block = host_block(self, entries)
+        guard.allow(block.host)
+        return block
+
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
+    monkeypatch.setattr(InterpretedDriver, "full", lambda *args: guard.allow(full(*args)))
+    monkeypatch.setattr(InterpretedDriver, "upload", lambda *args: guard.allow(upload(*args)))
+    monkeypatch.setattr(InterpretedDriver, "host_block", allowed_block)
     return guard
 
 
 @pytest.fixture
 def guarded(guard: Guard) -> bt.BlockTable:
     """Return a table whose kernels may reach its own memory and nothing else."""
-    table = make_table()
-    store: Any = table.store
-    buffers: Any = table.buffers
-    for name, array in {"arena": store.arena, "groups": store.groups, "batch": buffers.batch}.items():
-        guard.allow(name, array)
-    guard.allow("slots", buffers.slots)
-    guard.allow("last mark", store._last_mark)
-    guard.allow("shown mark", store._shown.host)
-    for index, slot in enumerate(store._writes_ring._slots):
-        guard.allow(f"staging {index}", slot.host)
     guard.is_armed = True
-    return table
+    return make_table()
 
 
 @NEEDS_INTERPRETER
@@ -177,8 +169,6 @@ def test_no_kernel_leaves_its_arrays_whatever_they_hold(guarded: bt.BlockTable, 
             "num_computed_tokens": rng.choice([-(2**31), -1, 0, 9, 2**31 - 1], num_reqs).astype(np.int32),
         }
         given = {name: table.backend.from_host(array) for name, array in arrays.items()}
-        for name, array in given.items():
-            guard.allow(name, array)
         before = guard.accesses
         table.step(**given, num_reqs_padded=int(rng.integers(num_reqs, 6)))
         assert guard.accesses > before
@@ -187,10 +177,11 @@ def test_no_kernel_leaves_its_arrays_whatever_they_hold(guarded: bt.BlockTable, 
 
 @NEEDS_INTERPRETER
 def test_an_overrun_by_one_entry_is_seen(guarded: bt.BlockTable, guard: Guard) -> None:
-    starts, positions = guarded.backend.from_host(np.array([0, 3], np.int32)), np.zeros(3, np.int64)
-    guard.allow("query_start_loc", starts[:1])
+    starts = guarded.backend.from_host(np.array([0, 3], np.int32))
+    guard.allowed.pop()
+    guard.allow(starts[:1])
     with pytest.raises(Exception, match="an access at"):
-        guarded.compute_slot_mappings(None, starts, guarded.backend.from_host(positions))
+        guarded.compute_slot_mappings(None, starts, guarded.backend.from_host(np.zeros(3, np.int64)))
 
 
 @NEEDS_INTERPRETER
@@ -223,302 +214,57 @@ def test_an_array_on_another_device_is_refused() -> None:
         table.gather(elsewhere)
 
 
-# Streams.
-
-
-class Streams:
-    """A device whose streams are names, and which notes what is ordered behind what."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-        self.handle = 0
-        self.capturing: set[str] = set()
-        self.ordered: list[tuple[str, str]] = []
-        self._names = {number: f"stream {number}" for number in range(9)}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._device, name)
-
-    def stream(self, handle: int | None) -> str:
-        return self._names[self.handle if handle is None else handle]
-
-    def is_capturing(self, stream: str) -> bool:
-        return stream in self.capturing
-
-    def order(self, before: str, after: str) -> None:
-        self.ordered.append((before, after))
-
-
-@pytest.fixture
-def streams() -> Streams:
-    from blocktable_triton.device import HostDevice
-
-    return Streams(HostDevice())
-
-
-@pytest.fixture
-def store(streams: Streams) -> Any:
-    from blocktable_triton.block_store import TritonBlockStore
-
-    return TritonBlockStore(CONFIG, streams, emulated=True)
-
-
-def nothing() -> bt.Writes:
-    empty = np.empty(0, np.int32)
-    return bt.Writes(CONFIG.arena, empty.astype(np.int64), empty, empty)
-
-
-def batch(array: Callable[[Any], Any]) -> bt.Batch:
-    idx, starts, positions = (array(np.array(x, t)) for x, t in (([0], "i4"), ([0, 1], "i4"), ([0], "i8")))
-    return bt.Batch(idx, starts, positions, 1, 1, None, 1)
-
-
-@NEEDS_INTERPRETER
-def test_a_change_of_stream_is_ordered_once(store: Any, streams: Streams) -> None:
-    """Rules: R22."""
-    for handle in (3, 3, 4, 4, 3):
-        store.write(nothing(), stream=handle)
-    streams.handle = 4
-    store.write(nothing(), stream=None)
-    assert streams.ordered == [("stream 3", "stream 4"), ("stream 4", "stream 3"), ("stream 3", "stream 4")]
-
-
-@NEEDS_INTERPRETER
-def test_a_capture_takes_no_changes_no_host_arrays_and_one_stream(store: Any, streams: Streams) -> None:
-    """Rules: R21, R22."""
-    out = store.create_buffers()
-    given = batch(streams.upload)
-    store.write(nothing(), stream=3)
-    streams.capturing = {"stream 3", "stream 4"}
-    with pytest.raises(bt.BlockTableError, match=r"commit\(\) cannot be captured"):
-        store.write(nothing(), stream=3)
-    with pytest.raises(bt.BlockTableError, match="cannot be captured"):
-        store.reset_buffers(out, stream=3)
-    with pytest.raises(bt.BlockTableError, match="host arrays cannot be captured"):
-        store.gather(batch(lambda array: array), out, stream=3)
-    store.gather(given, out, stream=3)
-    for handle in (4, 5):  # one that captures too, and one that does not
-        with pytest.raises(bt.BlockTableError, match="cannot change stream inside a capture"):
-            store.gather(given, out, stream=handle)
-    streams.capturing = set()
-    store.gather(given, out, stream=5)
-    assert streams.ordered == [("stream 3", "stream 5")]
-
-
-@NEEDS_INTERPRETER
-def test_no_stream_is_drawn_into_a_capture_that_began_elsewhere(store: Any, streams: Streams) -> None:
-    """A mark on a stream that captures by now would capture what waits for it. Rules: R22."""
-    store.write(nothing(), stream=3)
-    streams.capturing = {"stream 3"}
-    with pytest.raises(bt.BlockTableError, match="cannot change stream inside a capture"):
-        store.write(nothing(), stream=4)
-    assert streams.ordered == []
-
-
-# The fused step.
-
-
-@pytest.fixture
-def fused() -> Any:
-    """Return a table on the fused path, a function that makes a step, and the calls of its store so far."""
-    backend: Any = TritonBackend()
-    table: Any = bt.BlockTable(CONFIG, backend, step_path="fused")
-    calls: list[str] = []
-
-    def note(name: str) -> None:
-        call = getattr(table.store, name)
-
-        def noted(*args: Any, **options: Any) -> None:
-            calls.append(name)
-            call(*args, **options)
-
-        setattr(table.store, name, noted)
-
-    note("write")
-    note("gather")
-    given = [table.backend.from_host(np.array(x, t)) for x, t in (([1], "i4"), ([0, 2], "i4"), ([1, 7], "i8"))]
-
-    def step(*blocks: int) -> tuple[Any, ...]:
-        calls.clear()
-        if blocks:
-            table.set_row(1, ([], blocks))
-        slots = table.step(*given).slot_mappings[1].tolist()[:2]
-        return *calls, *slots, int(table.store._shown.host[0]), table.store._writes_ring._marks
-
-    return SimpleNamespace(table=table, step=step)
-
-
-@NEEDS_INTERPRETER
-def test_changes_of_a_fused_step_travel_in_a_ring_whose_marks_are_numbers(
-    fused: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rules: R9, R21."""
-    assert fused.step() == (-1, -1, 0, [None, None])
-    assert fused.step(5, 6) == (21, 27, 1, [1, None])
-    assert fused.step(7, 8) == (29, 35, 2, [1, 2])
-    assert fused.step() == (29, 35, 2, [1, 2])
-    for turn, marks in ((3, [3, 2]), (4, [3, 4]), (5, [5, 4])):
-        assert fused.step(turn, 9) == (4 * turn + 1, 39, turn, marks)
-    monkeypatch.setattr(fused.table.store.device, "is_capturing", lambda stream: True)
-    assert fused.step() == ("gather", 21, 39, 5, [5, 4])
-    with pytest.raises(bt.BlockTableError, match="pending changes cannot be captured"):
-        fused.step(7, 8)
-
-
-@NEEDS_INTERPRETER
-def test_a_fused_step_waits_for_the_oldest_of_its_slots(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R9."""
-    waited: list[int] = []
-    monkeypatch.setattr(fused.table.store._marks, "wait", lambda mark, check: waited.append(mark))
-    for turn in range(1, 6):
-        fused.step(turn)
-    assert waited == [1, 2, 3]
-
-
-@NEEDS_INTERPRETER
-def test_changes_of_a_fused_step_are_written_first_where_mapped_memory_does_not_work(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """Rules: R9."""
-    monkeypatch.setenv("BLOCKTABLE_STAGING", "copy")
-    fused = request.getfixturevalue("fused")
-    assert fused.step(5, 6) == ("write", 21, 27, 0, [None, None])
-    assert fused.step() == (21, 27, 0, [None, None])
-
-
-@NEEDS_INTERPRETER
-def test_a_fused_step_is_plain_launches_where_triton_takes_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R21."""
-    from blocktable_triton import device
-
-    monkeypatch.setattr(device.EmulatedKernel, "graph_problem", "this Triton compiles for clusters")
-    monkeypatch.setattr(device.HostDevice, "graph_problem", "this Triton compiles for clusters")
-    backend = TritonBackend()
-    table: Any = run_steps(backend)
-    assert table.buffers.fused is None
-    assert "steps are separate launches: this Triton compiles for clusters" in backend.fallbacks
+# The drivers.
 
 
 @NEEDS_TRITON
-def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R21."""
-    driver = pytest.importorskip("cuda.bindings.driver", reason="the package cuda-bindings is not installed")
-    from blocktable_triton import fused_step
+def test_both_names_of_the_legacy_default_stream_give_one_that_is_never_captured() -> None:
+    """Rules: R22."""
+    from blocktable_triton.driver import TorchDriver
 
-    calls: list[tuple[Any, ...]] = []
-
-    def set_params(graph: int, node: int, params: Any) -> tuple[int]:
-        layout = layouts[node]
-        addresses = (ctypes.c_void_p * len(layout)).from_address(int(params.kernelParams))
-        cells = [ctypes.string_at(at, struct.calcsize(kind)) for at, kind in zip(addresses, layout, strict=True)]
-        values = [int.from_bytes(cell, "little", signed=True) for cell in cells]
-        calls.append((node, params.gridDimX, params.blockDimX, params.sharedMemBytes, values))
-        return (0,)
-
-    def launch(graph: int, stream: int) -> tuple[int]:
-        calls.append(("launch", stream))
-        return (0,)
-
-    edges: list[tuple[int, int, int]] = []
-
-    def add_node(graph: int, before: list[int], count: int, params: Any) -> tuple[int, int]:
-        assert count == len(before)
-        edges.extend((one, int(params.func), 0) for one in before)
-        return 0, int(params.func)
-
-    def add_edge(graph: int, before: list[int], after: list[int], data: list[Any], count: int) -> tuple[int]:
-        assert data[0].from_port == int(data[0].type)
-        edges.append((before[0], after[0], int(data[0].type)))
-        return (0,)
-
-    answers: dict[str, Any] = {
-        "cuGraphAddDependencies": add_edge,
-        "cuDriverGetVersion": lambda: (0, 13000),
-        "cuCtxGetDevice": lambda: (0, 0),
-        "cuDeviceGetAttribute": lambda kind, device: (0, 9),
-        "cuGraphCreate": lambda flags: (0, 1),
-        "cuGraphInstantiate": lambda graph, flags: (0, 2),
-        "cuGraphAddKernelNode": add_node,
-        "cuGraphExecKernelNodeSetParams": set_params,
-        "cuGraphLaunch": launch,
-        "cuGraphExecDestroy": lambda graph: (0,),
-        "cuGraphDestroy": lambda graph: (0,),
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(driver, name, answer)
-    layouts, high = {77: "qiiiiiqiqqQQ", 88: "iqQQ"}, 2**46 + 8
-    first, second = (
-        SimpleNamespace(handle=handle, layout=layout, num_threads=128, shared_bytes=16, scratch=(0, 0))
-        for handle, layout in layouts.items()
-    )
-    fixed, last = (high, 24), high + 16
-    runner = fused_step.GraphRunner((first, second), fixed, last, overlaps=True)
-    assert edges == [(77, 88, 1)]  # at the port and of the kind that let the second start before the first has ended
-    edges.clear()
-    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda kind, device: (0, 8))
-    fused_step.GraphRunner((first, second), fixed, last, overlaps=True)
-    assert edges == [(77, 88, 0)]
-    stream = SimpleNamespace(cuda_stream=5)
-    step, nothing = (4, (7, high)), (0, 0, 0, 0, 0)
-    runner.run(2, last, nothing, 0, step, stream)
-    runner.run(2, last, nothing, 0, step, stream)
-    runner.run(3, high + 8, [1, 2, 3, 4, 5], 6, step, stream)
-    runner.run(3, high + 8, [1, 0, 0, 0, 0], 7, step, stream)
-    runner.run(2, last, nothing, 0, step, stream)
-    runner.run(2, last, nothing, 0, (5, (8, high)), stream)
-    assert calls == [
-        (77, 2, 128, 16, [last, 0, 0, 0, 0, 0, *fixed, 0, last, 0, 0]),
-        (88, 4, 128, 16, [7, high, 0, 0]),
-        ("launch", 5),
-        ("launch", 5),
-        (77, 3, 128, 16, [high + 8, 1, 2, 3, 4, 5, *fixed, 6, last, 0, 0]),
-        ("launch", 5),
-        (77, 3, 128, 16, [high + 8, 1, 0, 0, 0, 0, *fixed, 7, last, 0, 0]),
-        ("launch", 5),
-        (77, 2, 128, 16, [last, 0, 0, 0, 0, 0, *fixed, 0, last, 0, 0]),
-        ("launch", 5),
-        (88, 5, 128, 16, [8, high, 0, 0]),
-        ("launch", 5),
-    ]
+    driver = TorchDriver(0)
+    assert (driver.stream(0), driver.stream(1), driver.stream(2), driver.stream(77)) == (0, 0, 2, 77)
+    assert not driver.is_capturing(0)  # CUDA is not even asked: that would break a capture elsewhere
 
 
 @pytest.mark.parametrize(
-    ("cuda", "has_bindings", "is_fused"), [("13.0", True, True), (None, True, False), ("13.0", False, False)]
+    ("cuda", "has_bindings", "kernel_problem", "said"),
+    [
+        ("13.0", True, None, None),
+        ("13.0", True, "this Triton compiles for clusters", "this Triton compiles for clusters"),
+        ("13.0", False, None, "the fused step needs the package cuda-bindings"),
+        (None, True, None, "the fused step needs CUDA"),
+    ],
 )
-def test_the_fused_step_is_declared_where_cuda_and_its_bindings_are(
-    cuda: str | None, has_bindings: bool, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_fused_step_is_declared_where_a_step_can_be_a_graph(
+    cuda: str | None, has_bindings: bool, kernel_problem: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rules: R21."""
     torch: Any = ModuleType("torch")
     torch.version = SimpleNamespace(cuda=cuda, hip=None if cuda else "7.0")
+    torch.cuda = SimpleNamespace(is_available=lambda: True)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.delenv(INTERPRET_VARIABLE, raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_bindings or name == "torch" else None)
-    assert ("fused_step" in TritonBackend().capabilities) is is_fused
+    has = {"torch": True, "triton": True, "cuda": has_bindings, "cuda.bindings": has_bindings}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has[name] else None)
+    backend = TritonBackend()
+    kernel = SimpleNamespace(graph_problem=lambda: kernel_problem)
+    driver = SimpleNamespace(kernel=lambda name, options: kernel, is_mapped=True)
+    monkeypatch.setattr(backend, "driver", lambda device: driver)
+    assert ("fused_step" in backend.capabilities) is (said is None)
+    assert backend.fallbacks == (() if said is None else (f"steps are separate launches: {said}",))
 
 
-# Staging.
-
-
-@pytest.fixture
-def hiding(monkeypatch: pytest.MonkeyPatch) -> type:
-    """Mapped memory of which kernels see only what it held at first."""
-    from blocktable_triton import device
-
-    class HidingDevice(device.HostDevice):
-        def staging_slot(self, entries: int) -> Any:
-            slot = super().staging_slot(entries)
-            if self.is_mapped:
-                slot.host = np.empty(entries, np.int32)
-            return slot
-
-    monkeypatch.setattr(device, "HostDevice", HidingDevice)
-    return HidingDevice
-
-
-def run_steps(backend: TritonBackend) -> bt.BlockTable:
-    """Compare a few steps with the numpy backend."""
-    tables = make_table(backend), bt.BlockTable(CONFIG, "numpy")
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize("step_path", ["separate", "fused"])
+@pytest.mark.parametrize(("staging", "is_mapped"), [("auto", True), ("mapped", True), ("copy", False)])
+def test_changes_arrive_however_they_travel(
+    staging: str, is_mapped: bool, step_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More steps than may be in flight, so that blocks are used again. Rules: R9."""
+    monkeypatch.setenv("BLOCKTABLE_STAGING", staging)
+    backend: Any = TritonBackend()
+    tables = bt.BlockTable(CONFIG, backend, step_path=step_path), bt.BlockTable(CONFIG, "numpy")
     for turn in range(5):
         got = []
         for table in tables:
@@ -529,28 +275,7 @@ def run_steps(backend: TritonBackend) -> bt.BlockTable:
         for ours, theirs in zip(*got, strict=True):
             assert np.array_equal(ours, theirs)
         tables[0].verify()
-    return tables[0]
-
-
-@NEEDS_INTERPRETER
-@pytest.mark.parametrize(("staging", "is_mapped"), [("auto", True), ("mapped", True), ("copy", False)])
-def test_changes_arrive_however_they_travel(staging: str, is_mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R9."""
-    monkeypatch.setenv("BLOCKTABLE_STAGING", staging)
-    backend = TritonBackend()
-    table: Any = run_steps(backend)
-    assert table.store.device.is_mapped is is_mapped
-    assert bool(backend.fallbacks) is not is_mapped
-
-
-@NEEDS_INTERPRETER
-def test_mapped_memory_that_hides_later_writes_is_found_out(hiding: type) -> None:
-    """Cases: M4. Rules: R9."""
-    backend = TritonBackend()
-    table: Any = run_steps(backend)
-    assert hiding in type(table.store.device).__mro__
-    assert table.store.device.is_mapped is False
-    assert backend.fallbacks == ("changes travel in pinned memory and copies: mapped memory is not used here",)
+    assert backend.driver(None).is_mapped is is_mapped
 
 
 @NEEDS_INTERPRETER
@@ -599,14 +324,14 @@ def test_no_gpu_and_no_build_for_one_say_the_remedy(
 @pytest.mark.parametrize("word", ["1", "true", "ON", "0", "", "false"])
 def test_the_interpreter_is_asked_for_in_tritons_own_words(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INTERPRET_VARIABLE, word)
-    assert is_emulated() is (word in {"1", "true", "ON"})
+    assert is_interpreted() is (word in {"1", "true", "ON"})
     backend = TritonBackend()
-    assert backend.description == ("triton (interpreter)" if is_emulated() else "triton")
-    assert ("graph_capture" in backend.capabilities) is not is_emulated()
+    assert backend.description == ("triton (interpreter)" if is_interpreted() else "triton")
+    assert backend.is_emulated is is_interpreted()
     if importlib.util.find_spec("triton"):
         import triton
 
-        assert bool(triton.knobs.runtime.interpret) is is_emulated()
+        assert bool(triton.knobs.runtime.interpret) is is_interpreted()
 
 
 @NEEDS_INTERPRETER

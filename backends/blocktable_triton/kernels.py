@@ -1,9 +1,6 @@
 """The kernels of a step in Triton. Every loop is grid-stride: any grid gives one result.
 
-What they take and on which grids they run says `blocktable.device.SIGNATURES`. A table's memory is one arena: filled
-counts [num_groups, max_num_reqs], then each group's rows [max_num_reqs, width]. A batch has the same layout, so its
-counts say how many columns each batch row holds; after it come how many rows the last batch had, and a copy of these
-counts that the fused step makes for itself: [arena_size + 2 + num_groups * max_num_reqs] in all.
+blocktable/device/signatures.py says what they take, on which grids they run, and how a table's memory is laid out.
 
 Arrays come as addresses and every argument has its type beside it: nothing about a call's values, alignment or owner
 asks for another compilation, and memory that Triton takes for the host's (mapped) is read like any other. Loops are
@@ -230,9 +227,9 @@ def null_stale_columns(
 
 
 @triton.jit
-def _gather_rows(inputs, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES: tl.constexpr, TILE: tl.constexpr):
+def _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """Write the columns that some batch rows' rows fill; return where the batch rows are and their columns. i: [n]."""
-    idx_mapping, num_computed_tokens, num_reqs, max_num_reqs = inputs
+    idx_mapping, num_computed_tokens, num_reqs, max_num_reqs = source
     table_start, width = tl.load(group_ptr + TABLE_START), tl.load(group_ptr + WIDTH)
     # step 2: how many columns its row fills
     row = _row_of(idx_mapping, i, num_reqs, max_num_reqs)
@@ -281,7 +278,7 @@ def gather_block_tables(
 ):
     """Write the columns that the batch's rows fill, and remember how many there are."""
     arena_ptr, batch_ptr = _pointer(arena, tl.int32), _pointer(batch, tl.int32)
-    inputs = (idx_mapping, num_computed_tokens, num_reqs, max_num_reqs)
+    source = (idx_mapping, num_computed_tokens, num_reqs, max_num_reqs)
     is_first_program = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
     tl.store(batch_ptr + arena_size, num_reqs_padded, mask=is_first_program)
     # step 1: which batch row and group
@@ -291,7 +288,7 @@ def gather_block_tables(
         i = tl.program_id(0)
         while i < num_reqs_padded:
             rows = i + tl.arange(0, 1)
-            _, columns = _gather_rows(inputs, group_ptr, g, arena_ptr, batch_ptr, rows, FEATURES, TILE)
+            _, columns = _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, rows, FEATURES, TILE)
             # step 5: remember how many columns the batch row holds
             tl.store(batch_ptr + max_num_reqs.to(tl.int64) * g + rows, columns)
             i += tl.num_programs(0)
@@ -493,7 +490,7 @@ def step_batch(
             tl.extra.cuda.gdc_wait()
         held_rows = tl.load(batch_ptr + arena_size + 1)
         tl.store(batch_ptr + arena_size, num_reqs_padded, mask=program == 0)
-        inputs = (idx_mapping, num_computed_tokens, num_reqs, max_num_reqs)
+        source = (idx_mapping, num_computed_tokens, num_reqs, max_num_reqs)
         part = _divide(program, num_groups)
         g = program - part * num_groups
         group_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS
@@ -503,7 +500,7 @@ def step_batch(
         while first_row < num_rows:
             i = first_row + tl.arange(0, ROWS)
             held = tl.load(count_ptr + arena_size + 2 + i, mask=i < max_num_reqs, other=0)
-            batch_row, columns = _gather_rows(inputs, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES, ROW_TILE)
+            batch_row, columns = _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES, ROW_TILE)
             _null_columns(batch_row, columns, tl.where(i < held_rows, held, 0), ROW_TILE)
             tl.store(count_ptr + i, columns, mask=i < num_reqs_padded)
             first_row += _divide(gather_blocks, num_groups) * ROWS
