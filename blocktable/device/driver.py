@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from blocktable.device.signatures import Grid, KernelOptions
 from blocktable.errors import ArgumentError
-from blocktable.protocols import Array, IntArray
+from blocktable.protocols import CHANGES_HEADER, Array, IntArray
 
 
 @dataclass(eq=False)
@@ -22,6 +22,7 @@ class HostBlock:
         copy: the device's copy at `address`. None: kernels read the host's memory.
         owner: whatever must live as long as the block.
         host_address: of the host's memory.
+        header: its first entries, the counts of packed changes.
         mark: until when it is in use: a mark of the driver, or the number of a fused step. None: it is free.
     """
 
@@ -32,6 +33,7 @@ class HostBlock:
 
     def __post_init__(self) -> None:
         self.host_address: int = self.host.ctypes.data
+        self.header: IntArray = self.host[:CHANGES_HEADER]
         self.mark: Any = None
 
 

@@ -34,6 +34,7 @@ class KernelArguments:
     def __init__(self, layout: str, *, num_extra: int = 0) -> None:
         self._has_structure = layout.startswith("S")
         packed = layout.removeprefix("S")
+        self._present: Sequence[int] = ()
         self._pack = struct.Struct("@" + packed).pack_into
         packed += "Q" * num_extra
         memory: Any = np.zeros(struct.calcsize("@" + packed), np.uint8)
@@ -49,8 +50,10 @@ class KernelArguments:
     def set(self, values: Sequence[int]) -> None:
         """Write all of them; one that does not fit its type raises struct.error."""
         if self._has_structure:
-            self._pointers[0] = values[0]
-            self._pack(self._memory, 0, *values[1:])
+            self._pointers[0], rest = values[0], values[1:]
+            if rest != self._present:  # they hardly ever change
+                self._pack(self._memory, 0, *rest)
+                self._present = rest
         else:
             self._pack(self._memory, 0, *values)
 

@@ -122,7 +122,7 @@ class Launches:
             last_mark: address of where the number is written, likewise.
             marks: gives the numbers, likewise. None: the counts of `batch` are not copied for step_batch.
         """
-        counts = block.host[:CHANGES_HEADER].tolist()
+        counts = block.header.tolist()
         most = max(counts[0], counts[2], counts[4])  # single values, range values, NULL entries
         copy_parts = 0 if marks is None else self._copy_parts
         blocks = self._num_groups * copy_parts + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS)
