@@ -8,7 +8,7 @@ PAD_SLOT_ID: Final = -1
 NULL_BLOCK_ID: Final = 0
 """Block that is never allocated: filler of unused table entries (R5)."""
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Version of the backend protocols in this package; a backend written for another one is refused."""
 
 CAPABILITIES: Final = {

@@ -15,7 +15,7 @@ _numbers = itertools.count()
 BACKEND = """
     class Backend:
         name = "made-up"
-        protocol_version = 1
+        protocol_version = 2
         capabilities = frozenset()
         instances = 0
         def __init__(self):
@@ -103,7 +103,7 @@ def test_a_name_is_a_string(wrong: object) -> None:
 
 
 def test_another_protocol_version_is_refused_with_both_versions(install: Install) -> None:
-    name = install(BACKEND.replace("protocol_version = 1", "protocol_version = 7"))
+    name = install(BACKEND.replace("protocol_version = 2", "protocol_version = 7"))
     with pytest.raises(bt.BlockTableError, match=rf"version 7.*version {bt.PROTOCOL_VERSION}"):
         bt.get_backend(name)
 

@@ -81,7 +81,7 @@ class PlainTable:
 class PlainBackend:
     name = "plain"
     # What this file was written for. Not blocktable.PROTOCOL_VERSION, which would match whatever is installed.
-    protocol_version = 1
+    protocol_version = 2
     capabilities = frozenset({"int32_slots"})
 
     def why_unavailable(self) -> str | None:

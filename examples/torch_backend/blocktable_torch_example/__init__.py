@@ -11,7 +11,7 @@ from blocktable.device import DeviceBackend, Driver, device_index
 class TorchExampleBackend(DeviceBackend):
     name = "torch-example"
     # What this was written for. Not blocktable.PROTOCOL_VERSION, which would match whatever is installed.
-    protocol_version = 1
+    protocol_version = 2
     has_exports = False
 
     def __init__(self) -> None:
