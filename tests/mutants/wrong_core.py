@@ -18,6 +18,7 @@ import blocktable.exports
 import blocktable.metadata
 import blocktable.table
 from blocktable import BlockTableConfig, ContextParallel, RowCapacityError, Writes
+from blocktable.batches import BatchChecks
 from blocktable.exports import ExportSets
 from blocktable.metadata import Family, MetadataPlan
 from blocktable.rows import NumpyRows
@@ -206,12 +207,12 @@ def any_group_is_exported(patch: pytest.MonkeyPatch) -> None:
 
 @_export_mutant("R26")
 def every_table_is_the_batch_table(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocktable.table, "is_batch_table", lambda config, layout, groups: layout.kind == "table")
+    patch.setattr(blocktable.exports, "is_batch_table", lambda config, layout, groups: layout.kind == "table")
 
 
 @_export_mutant("R26")
 def no_table_is_the_batch_table(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocktable.table, "is_batch_table", lambda config, layout, groups: False)
+    patch.setattr(blocktable.exports, "is_batch_table", lambda config, layout, groups: False)
 
 
 @_export_mutant("R28")
@@ -240,7 +241,13 @@ def each_group_counts_for_itself(patch: pytest.MonkeyPatch) -> None:
 
 @_export_mutant("R33")
 def lengths_of_another_batch_are_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTable, "_check_seq_lens", lambda self, seq_lens, num_reqs: num_reqs or len(seq_lens))
+    right = BatchChecks._num_reqs
+
+    def wrong(self: BatchChecks, idx_mapping: Any, query_start_loc: Any, num_reqs: Any, seq_lens: Any) -> int:
+        is_alone = idx_mapping is query_start_loc is num_reqs is None
+        return right(self, idx_mapping, query_start_loc, num_reqs, seq_lens if is_alone else None)
+
+    patch.setattr(BatchChecks, "_num_reqs", wrong)
 
 
 def main(folder: Path) -> None:
