@@ -72,7 +72,7 @@ FAULTS = {
         {
             "triton": {"tl.minimum(end_of_tokens, ": "tl.minimum(num_positions, "},
             "cupy": {"num_tokens = query_start_loc[num_reqs];": "num_tokens = num_positions;"},
-            "numba": {"min(end_of_tokens, ": "min("},
+            "numba": {"min(end_of_tokens, num_positions)": "num_positions"},
         },
     ),
     "column_is_unbounded": Fault(
@@ -188,7 +188,7 @@ FAULTS = {
         {
             "triton": {"while first < num_singles:": "while first + TILE <= num_singles:"},
             "cupy": {"i < counts.num_singles;": "i + 1 < counts.num_singles;"},
-            "numba": {"while value < num_values:": "while value + 1 < num_values:"},
+            "numba": {"while i < num_singles:": "while i + 1 < num_singles:"},
         },
     ),
     # The fused step.
@@ -273,10 +273,7 @@ FAULTS = {
         {
             "triton": {"_local_length(length.to(tl.int64), group_ptr)": "length.to(tl.int64)"},
             "cupy": {"return group.world_size > 1 ? local_length(group, length) : length;": "return length;"},
-            "numba": {
-                "length = local_length(length, groups[group + WORLD_SIZE], groups[group + RANK], "
-                "groups[group + INTERLEAVE_SIZE])": "pass"
-            },
+            "numba": {"length = local_length(groups, group, length)": "pass"},
         },
         "exports",
     ),
@@ -286,7 +283,7 @@ FAULTS = {
         {
             "triton": {"if sliding_window > 0:": "if sliding_window < 0:"},
             "cupy": {"!group.sliding_window": "true"},
-            "numba": {"if has_num_computed_tokens and sliding_window and row >= 0:": "if sliding_window < 0:"},
+            "numba": {"if sliding_window and row >= 0:": "if sliding_window < 0:"},
         },
         "exports",
     ),

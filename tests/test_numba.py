@@ -1,38 +1,38 @@
-"""The Numba backend where there is no GPU: its launchers, its staging, what it says where it cannot run."""
+"""The Numba backend where there is no GPU: launches, memory, the simulator, and what it says where it cannot run."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
+import re
 import subprocess
 import sys
-import threading
-import time
-from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from blocktable import StepMarks
+from blocktable import ArgumentError
 from blocktable_numba import SIMULATOR_VARIABLE, NumbaBackend
 
+ROOT = Path(__file__).parents[1]
 NEEDS_NUMBA = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="numba-cuda is not installed: tox -e conformance-numba"
 )
 
 
-def never_launched(*_: Any, **__: Any) -> None:
-    raise AssertionError("launched")
-
-
 def run_simulated(source: str, **environment: str) -> str:
     """Run `source` in a process of its own with Numba's simulator, and return what it printed."""
+    return run_source(source, **{SIMULATOR_VARIABLE: "1"}, **environment)
+
+
+def run_source(source: str, **environment: str) -> str:
+    """Run `source` in a process of its own, without the simulator unless `environment` says so."""
+    inherited = {name: value for name, value in os.environ.items() if name != SIMULATOR_VARIABLE}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", source],
-        env={**os.environ, SIMULATOR_VARIABLE: "1", **environment},
+        env=inherited | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -41,298 +41,218 @@ def run_simulated(source: str, **environment: str) -> str:
     return done.stdout
 
 
-# Launchers.
+# A GPU, by a driver that notes what it is asked.
+
+FAKE = """
+import ctypes, struct
+import numpy as np
+from numba import cuda
+from blocktable.device import signature_of
+from blocktable_numba import driver as module
+
+log, answers = [], {"cuMemAlloc": 1 << 40, "cuCtxGetCurrent": 7, "cuThreadExchangeStreamCaptureMode": 0}
+answers["cuEventCreate"] = object()
+host = np.zeros(64, np.int32)
+answers["cuMemHostAlloc"] = host.ctypes.data
+
+def fake(name):
+    def call(*arguments):
+        log.append((name, *arguments))
+        return 0, answers[name] if name in answers else None
+    call.__name__ = name
+    return call
+
+class Bindings:
+    def __getattr__(self, name):
+        real = getattr(real_driver, name)
+        return fake(name) if name.startswith("cu") else real
+
+def names():
+    found = [entry[0].removeprefix("cu") for entry in log]
+    log.clear()
+    return " ".join(found).replace("ThreadExchangeStreamCaptureMode", "Mode")
+
+real_driver, module.driver = module.driver, Bindings()
+class Gpus:
+    def __getitem__(self, index):
+        return module.nullcontext()
+cuda.gpus, cuda.current_context = Gpus(), lambda: None
+device = module.NumbaDriver(0)
+log.clear()
+"""
 
 
 @NEEDS_NUMBA
-def test_a_scalar_that_does_not_fit_its_kernel_raises() -> None:
+def test_a_launch_hands_over_the_exact_bytes_of_each_argument_or_raises() -> None:
     """Cases: K5."""
-    from blocktable_numba import kernels
+    printed = run_source(
+        FAKE
+        + """
+def launch(function, *rest):
+    addresses = (ctypes.c_uint64 * len(layout)).from_address(rest[8])
+    cells = [struct.unpack(kind, ctypes.string_at(at, struct.calcsize(kind)))[0] for at, kind in zip(addresses, layout)]
+    print(int(function), *rest[:8])
+    assert cells == list(arguments)
+    return (0,)
 
-    with pytest.raises(OverflowError, match="4294967301 does not fit"):
-        kernels.launch_scatter_writes(never_launched, 32, 8, 2**32 + 5, 1, 8, None)
-    with pytest.raises(OverflowError, match="4294967301 does not fit"):
-        kernels.launch_map_slots(never_launched, 32, None, 8, 8, 1, 1, 4, 8, 0, 1, 8, 8, 0, 2**32 + 5, None)
-
-
-@NEEDS_NUMBA
-def test_no_grid_is_empty() -> None:
-    from blocktable_numba import kernels
-
-    grids = []
-
-    def kernel(grid: tuple[int, int], block: tuple[int], args: tuple[Any, ...], stream: Any) -> None:
-        grids.append((*grid, *block))
-
-    kernels.launch_scatter_writes(kernel, 32, 8, 0, 0, 8, None)
-    kernels.launch_null_stale_columns(kernel, 32, 8, 0, 0, 4, 8, 1, 8, 8, 8, None)
-    kernels.launch_gather_block_tables(kernel, 32, 8, None, 0, 0, 4, 8, 1, 8, 8, 8, None)
-    assert grids == [(1, 1, 32)] * 3
-    kernels.launch_map_slots(never_launched, 32, None, 8, 8, 0, 0, 4, 8, 0, 1, 8, 8, 0, 0, None)
-
-
-@NEEDS_NUMBA
-def test_a_launch_hands_over_the_exact_bytes_of_each_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R21."""
-    from blocktable_numba import device, kernels
-
-    seen: list[Any] = []
-
-    def launch(function: Any, *rest: Any) -> tuple[int]:
-        addresses = (ctypes.c_void_p * len(kinds)).from_address(rest[8])
-        sizes = [4 if str(kind) == "int32" else 8 for kind in kinds]
-        cells = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
-        seen.append((int(function), rest[:8], [int.from_bytes(cell, "little", signed=True) for cell in cells]))
-        return (0,)
-
-    monkeypatch.setattr("blocktable_numba.device.driver.cuLaunchKernel", launch)
-    kinds = kernels.signature("map_slots", "int64")
-    kernel = device.GpuKernel(77, kinds)
-    stream = SimpleNamespace(handle=5)
-    high = 2**46 + 8
-    kernels.launch_map_slots(kernel, 256, None, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, stream)
-    # With the identity another array of as many entries stands for idx_mapping.
-    assert seen == [(77, (3, 2, 1, 256, 1, 1, 0, 5), [high, 0, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600])]
-
-
-# The fused step.
-
-
-class FakeDriver:
-    """What a graph asks of the driver, noted."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cuda.bindings import driver
-
-        self.calls: list[tuple[Any, ...]] = []
-        self.kinds: dict[int, tuple[Any, ...]] = {}
-        answers = {
-            "cuGraphCreate": lambda flags: (0, 1),
-            "cuGraphInstantiate": lambda graph, flags: (0, 2),
-            "cuGraphAddKernelNode": lambda graph, before, count, params: (0, int(params.func)),
-            "cuGraphAddDependencies": lambda *_: (0,),
-            "cuGraphExecKernelNodeSetParams": self._set_params,
-            "cuGraphLaunch": self._launch,
-            "cuGraphExecDestroy": lambda graph: (0,),
-            "cuGraphDestroy": lambda graph: (0,),
-        }
-        for name, answer in answers.items():
-            monkeypatch.setattr(driver, name, answer)
-
-    def _launch(self, graph: int, stream: int) -> tuple[int]:
-        self.calls.append(("launch", stream))
-        return (0,)
-
-    def _set_params(self, graph: int, node: int, params: Any) -> tuple[int]:
-        kinds = self.kinds[node]
-        addresses = (ctypes.c_void_p * len(kinds)).from_address(int(params.kernelParams))
-        sizes = [4 if str(kind) == "int32" else 8 for kind in kinds]
-        cells = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
-        values = [int.from_bytes(cell, "little", signed=True) for cell in cells]
-        self.calls.append((node, params.gridDimX, params.blockDimX, values))
-        return (0,)
+module.driver.cuLaunchKernel = launch
+layout, high = signature_of("map_slots").layout, 2**46 + 8
+arguments = (high, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, 2**32)
+kernel = module.GpuKernel("map_slots", 77)
+kernel((3, 2), arguments, 5)
+try:
+    kernel((3, 2), (*arguments[:12], 2**32 + 5, 1), 5)
+except struct.error:
+    print("refused")
+"""
+    )
+    assert printed.splitlines() == ["77 3 2 1 128 1 1 0 5", "refused"]
 
 
 @NEEDS_NUMBA
-def test_a_graph_gets_new_parameters_where_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R21."""
-    from blocktable_numba import device, fused_step, kernels
-
-    fake = FakeDriver(monkeypatch)
-    fake.kinds = {
-        handle: kernels.signature(name, "int64") for handle, name in ((77, "apply_changes"), (88, "step_batch"))
-    }
-    apply_changes, step_batch = (device.GpuKernel(*item) for item in fake.kinds.items())
-    stream, high = SimpleNamespace(handle=5), 2**46 + 8
-    fixed, last = (high + 8, 6, 7, 2**33, high + 16, 8), high + 24
-    runner = fused_step.GraphRunner((apply_changes, step_batch), 128, fixed, last)
-    step = [high, 1, high, 1, high, high, *range(2, 6), high, 6, high, 2**33, high, high, 7, 8, 9, high, high]
-    launch, nothing = (4, tuple(step)), (0, 0, 0, 0, 0)
-    runner.run(2, last, nothing, 0, launch, stream)
-    runner.run(2, last, nothing, 0, launch, stream)
-    runner.run(3, high, [1, 2, 3, 4, 5], 2**40, launch, stream)
-    runner.run(2, last, nothing, 0, launch, stream)
-    assert fake.calls == [
-        (77, 2, 128, [last, 0, 0, 0, 0, 0, *fixed, 0, last]),
-        (88, 4, 128, step),
-        ("launch", 5),
-        ("launch", 5),
-        (77, 3, 128, [high, 1, 2, 3, 4, 5, *fixed, 2**40, last]),
-        ("launch", 5),
-        (77, 2, 128, [last, 0, 0, 0, 0, 0, *fixed, 0, last]),
-        ("launch", 5),
+def test_dropped_memory_is_freed_immediately_and_breaks_no_capture() -> None:
+    """Each call that a capture elsewhere would refuse stands between two exchanges of the thread's mode."""
+    printed = run_source(
+        FAKE
+        + """
+array = device.full(6, 0, "int32")
+print(names())
+view = array.gpu_data.view(8, 16)
+del array
+print(names())
+del view
+print(names())
+block = device.host_block(64)
+block.host[3] = 5
+assert host[3] == 5 and block.address == host.ctypes.data
+print(names())
+part = block.host[2:4]
+del block
+print(names())
+del part
+print(names())
+device.wait(device.mark(5))
+device.order(5, 6)
+print(names())
+"""
+    )
+    freed = "CtxPushCurrent Mode {} Mode CtxPopCurrent"
+    assert printed.splitlines() == [
+        "Mode MemAlloc Mode MemsetD8Async",
+        "",
+        freed.format("MemFree"),
+        "Mode MemHostAlloc Mode",
+        "",
+        freed.format("MemFreeHost"),
+        "EventCreate EventRecord Mode EventSynchronize Mode EventRecord StreamWaitEvent",
     ]
 
 
-FUSED = """
+@NEEDS_NUMBA
+def test_the_legacy_stream_has_one_handle_and_is_never_asked_about() -> None:
+    """Rules: R22."""
+    printed = run_source(
+        FAKE
+        + """
+print([device.stream(handle) for handle in (None, 0, 1, 2, 99)], device.is_capturing(1), names())
+answers["cuStreamIsCapturing"] = real_driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+print(device.is_capturing(99), names())
+"""
+    )
+    assert printed.splitlines() == ["[1, 1, 1, 2, 99] False ", "True StreamIsCapturing"]
+
+
+def test_a_device_is_named_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpus(list[int]):
+        current = SimpleNamespace(id=1)
+
+    _fake_numba(monkeypatch, gpus=Gpus([0, 1]))
+    backend = NumbaBackend()
+    assert [backend.place(device) for device in (None, 0, "cuda:1", SimpleNamespace(id=0))] == [1, 0, 1, 0]
+    with pytest.raises(ArgumentError, match="GPU 2 does not exist: there are 2"):
+        backend.place(2)
+
+
+# The simulator.
+
+TABLE = """
 import numpy as np
 import blocktable as bt
 from blocktable_numba import NumbaBackend
 
 config = bt.BlockTableConfig(
-    groups=[bt.KVCacheGroup(block_size=4)], max_num_reqs=3, max_num_batched_tokens=8, max_model_len=64
+    groups=2 * [bt.KVCacheGroup(block_size=4)], max_num_reqs=3, max_num_batched_tokens=8, max_model_len=64
 )
-table = bt.BlockTable(config, NumbaBackend(), step_path="fused")
-store, to_device = table.store, table.backend.from_host
-arrays = [to_device(array) for array in (np.array([1], np.int32), np.array([0, 2], np.int32), np.array([1, 6]))]
-calls = []
-for name in ("write", "gather"):
-    def noted(*args, _name=name, _call=getattr(store, name), **kwargs):
-        calls.append(_name)
-        return _call(*args, **kwargs)
-    setattr(store, name, noted)
-
-def step(message):
-    calls.clear()
-    slots = table.backend.to_host(table.step(*arrays).slot_mappings[0])
-    print(message, *calls, *slots[:2], int(store._shown.host[0]), store._writes_ring._marks)
-
-step("empty")
-table.set_row(1, [5, 6])
-step("two")
-table.set_row(1, [7, 8])
-step("two")
-step("none")
-for block_id in (1, 2, 3):
-    table.set_row(1, [block_id, 9])
-    step("wait")
-store.device.is_capturing = lambda stream: True
-step("captured")
-table.set_row(1, [7, 8])
-try:
-    step("refused")
-except bt.BlockTableError as error:
-    print(str(error).partition(":")[0])
+table = bt.BlockTable(config, NumbaBackend())
+driver, to_device = table.store.driver, table.backend.from_host
+inputs = [to_device(array) for array in (np.array([1], np.int32), np.array([0, 2], np.int32), np.array([1, 6]))]
 """
 
 
 @NEEDS_NUMBA
-def test_changes_of_a_fused_step_travel_in_a_ring_whose_marks_are_numbers() -> None:
-    """Rules: R9, R21."""
-    assert run_simulated(FUSED, BLOCKTABLE_STAGING="mapped").splitlines() == [
-        "empty -1 -1 0 [None, None]",
-        "two 21 26 1 [1, None]",
-        "two 29 34 2 [1, 2]",
-        "none 29 34 2 [1, 2]",
-        "wait 5 38 3 [3, 2]",
-        "wait 9 38 4 [3, 4]",
-        "wait 13 38 5 [5, 4]",
-        "captured gather 13 38 5 [5, 4]",
-        "A step with pending changes cannot be captured",
-    ]
-
-
-@NEEDS_NUMBA
-def test_changes_of_a_fused_step_are_written_first_where_mapped_memory_does_not_work() -> None:
+@pytest.mark.parametrize("staging", ["mapped", "copy"])
+def test_changes_arrive_however_they_travel(staging: str) -> None:
     """Rules: R9."""
-    lines = run_simulated(FUSED, BLOCKTABLE_STAGING="copy").splitlines()
-    assert lines[:4] == [
-        "empty -1 -1 0 [None, None]",
-        "two write 21 26 0 [None, None]",
-        "two write 29 34 0 [None, None]",
-        "none 29 34 0 [None, None]",
-    ]
-
-
-def test_a_wait_for_a_step_ends_when_the_device_shows_its_number_or_has_failed() -> None:
-    """Rules: R9."""
-    shown = np.zeros(1, np.int64)
-    marks = StepMarks(shown)
-    assert [marks.next(), marks.next()] == [1, 2]
-    shown[0] = 1
-    marks.wait(1, never_launched)
-    timer = threading.Timer(0.05, lambda: shown.__setitem__(0, 2))
-    start = time.monotonic()
-    timer.start()
-    marks.wait(2, never_launched)
-    assert 0.04 < time.monotonic() - start < 1
-    with pytest.raises(AssertionError):
-        marks.wait(3, never_launched)
-
-
-# Staging.
-
-
-@NEEDS_NUMBA
-@pytest.mark.parametrize(("shown", "works"), [((1, 2), True), ((1, 1), False), ((0, 0), False)])
-def test_mapped_memory_that_hides_later_writes_is_found_out(shown: tuple[int, ...], works: bool) -> None:
-    """Cases: M4."""
-    from blocktable_numba import device
-
-    values = iter(shown)
-    fake = SimpleNamespace(
-        tile=32,
-        mapped_slot=lambda entries: device.StagingSlot(np.zeros(entries, np.int32), 8),
-        full=lambda *_: None,
-        upload=lambda array: None,
-        kernel=lambda *_: lambda *_, **__: None,
-        address=lambda array: 8,
-        stream=lambda handle: None,
-        current=nullcontext,
-        download=lambda target: [next(values)],
-    )
-    assert device.mapped_memory_works(fake) is works
-
-
-def test_every_fallback_on_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SIMULATOR_VARIABLE, raising=False)
-    backend = NumbaBackend()
-    device = SimpleNamespace(is_mapped=True, staging="pinned memory and copies")
-    monkeypatch.setattr(backend, "_device", lambda _: device)
-    backend.capabilities = frozenset({"fused_step"})
-    assert not list(backend.fallbacks)
-    device.is_mapped, backend.capabilities = False, frozenset()
-    assert backend.fallbacks == (
-        "changes travel in pinned memory and copies: mapped memory is not used here",
-        "steps are separate launches: the fused step needs the package cuda-bindings",
-    )
-
-
-COMPARE = """
-import numpy as np
-import blocktable as bt
-from blocktable_numba import NumbaBackend, device
-
-class Hiding(device.SimulatedDevice):
-    # Its mapped memory never shows the device what the host writes.
-    def mapped_memory_works(self):
-        return device.mapped_memory_works(self)
-    def mapped_slot(self, entries):
-        return device.StagingSlot(np.empty(entries, np.int32), super().mapped_slot(entries).address)
-
-if HIDING:
-    device.SimulatedDevice = Hiding
-config = bt.BlockTableConfig(
-    groups=[bt.KVCacheGroup(block_size=4)], max_num_reqs=3, max_num_batched_tokens=8, max_model_len=64
-)
-table = bt.BlockTable(config, "blocktable_numba:NumbaBackend")
-to_device = table.backend.from_host
+    source = """
 for block_id in range(5, 12):
-    table.set_row(1, [block_id, block_id + 1])
-    arrays = np.array([1], np.int32), np.array([0, 2], np.int32), np.array([1, 6])
-    slots = table.backend.to_host(table.step(*map(to_device, arrays)).slot_mappings[0])
+    table.set_row(1, [[block_id, block_id + 1], [3, 4]])
+    slots = table.backend.to_host(table.step(*inputs).slot_mappings[0])
     assert slots.tolist() == [4 * block_id + 1, 4 * block_id + 6] + [-1] * 6, slots
     table.verify()
-print(table.store.device.is_mapped)
 """
+    run_simulated(TABLE + source, BLOCKTABLE_STAGING=staging)
 
 
 @NEEDS_NUMBA
-@pytest.mark.parametrize(
-    ("hiding", "staging", "is_mapped"),
-    [(True, "auto", False), (False, "auto", True), (False, "copy", False), (False, "mapped", True)],
-)
-def test_changes_arrive_however_they_travel(hiding: bool, staging: str, is_mapped: bool) -> None:
-    """Cases: M4. Rules: R9."""
-    printed = run_simulated(f"HIDING = {hiding}\n{COMPARE}", BLOCKTABLE_STAGING=staging)
-    assert printed.strip() == str(is_mapped)
+def test_groups_may_have_slots_of_their_own_in_any_order() -> None:
+    """Rules: R17."""
+    source = """
+table.set_row(1, [[5, 6], [7, 8]])
+memory = [to_device(np.zeros(8, np.int64)) for _ in range(2)]
+for out in (memory, memory[::-1]):
+    table.commit()
+    table.compute_slot_mappings(*inputs, out=out)
+    print(*(table.backend.to_host(slots)[:3].tolist() for slots in out))
+"""
+    assert run_simulated(TABLE + source).splitlines() == 2 * ["[21, 26, -1] [29, 34, -1]"]
 
 
 @NEEDS_NUMBA
-def test_staging_by_parameters_is_refused() -> None:
-    source = COMPARE.replace("table = ", "try:\n    bt.", 1).split("to_device")[0].replace("bt.bt.", "bt.")
-    source += "except bt.ArgumentError as error:\n    print(error)\n"
-    assert "choose auto, mapped or copy" in run_simulated("HIDING = False\n" + source, BLOCKTABLE_STAGING="params")
+def test_a_kernel_reaches_no_further_than_the_array_of_its_address() -> None:
+    source = """
+memory = driver._memory
+array = to_device(np.arange(6, dtype=np.int32))
+start = driver.address(array[2:])
+print([memory.entries(at, "int32")[0].tolist() for at in (start, start + 16, start + 4096, 0)])
+print(memory.entries(start + 4, "int64")[0].size)
+del array
+print(memory.entries(start, "int32")[0].size)
+"""
+    assert run_simulated(TABLE + source).splitlines() == ["[[2, 3, 4, 5], [], [], []]", "1", "0"]
+
+
+@NEEDS_NUMBA
+def test_a_simulated_launch_refuses_what_a_gpu_could_not_take() -> None:
+    """Cases: K5."""
+    source = """
+import struct
+from blocktable.device import KernelOptions
+batch, kernel = driver.address(table.buffers.batch), driver.kernel("null_stale_columns", KernelOptions())
+arguments = [driver.address(inputs[0]), 1, 1, 3, batch, 2, batch, 1 << 20, batch]
+for place, value in ((1, 2**32 + 1), (7, 1 << 20)):  # beyond int32; beyond the array
+    try:
+        kernel((1, 1), [*arguments[:place], value, *arguments[place + 1 :]], 1)
+    except (struct.error, IndexError) as error:
+        print(type(error).__name__)
+"""
+    assert run_simulated(TABLE + source).splitlines() == ["error", "IndexError"]
+
+
+@NEEDS_NUMBA
+def test_kernels_know_the_features_that_they_name() -> None:
+    named = re.findall(r"\bHAS_[A-Z_]+\b", (ROOT / "backends/blocktable_numba/kernels.py").read_text())
+    printed = run_simulated("from blocktable_numba.driver import KNOWN\nprint(*sorted(KNOWN))")
+    assert printed.split() == sorted(set(named))
 
 
 # What it says where it cannot run.

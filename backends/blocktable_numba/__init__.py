@@ -6,32 +6,24 @@ import importlib.util
 import os
 from typing import Any
 
-import numpy as np
-
-from blocktable import PROTOCOL_VERSION, BlockTableConfig, staging_mode
+from blocktable import ArgumentError
+from blocktable.device import DeviceBackend, device_index
 
 __all__ = ["NumbaBackend"]
 
 SIMULATOR_VARIABLE = "NUMBA_ENABLE_CUDASIM"
 
 
-class NumbaBackend:
+class NumbaBackend(DeviceBackend):
     """Numba's kernels on a GPU, or in its simulator; which one is decided when the backend is made.
 
     Nothing of Numba is imported before the backend is asked whether it can run.
     """
 
     name = "numba"
-    protocol_version = PROTOCOL_VERSION
 
     def __init__(self) -> None:
-        self.is_emulated = os.environ.get(SIMULATOR_VARIABLE, "") not in ("", "0")
-        declared = {"int32_slots", "exports"}
-        if not self.is_emulated:
-            declared |= {"streams", "graph_capture"}
-        if self.is_emulated or importlib.util.find_spec("cuda") is not None:  # cuda-bindings
-            declared.add("fused_step")
-        self.capabilities = frozenset(declared)
+        super().__init__(is_emulated=os.environ.get(SIMULATOR_VARIABLE, "") not in ("", "0"))
         self.description = "numba (simulator)" if self.is_emulated else "numba"
 
     def why_unavailable(self) -> str | None:
@@ -60,49 +52,29 @@ class NumbaBackend:
             return "Numba finds no NVVM to compile with; install numba-cuda[cu13] (CUDA 12: numba-cuda[cu12])."
         return None
 
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        """Sentences on what runs instead of the first choice."""
+    def place(self, device: Any) -> Any:
         if self.is_emulated:
-            return ()
-        device = self._device(None)
-        sentences = []
-        if not device.is_mapped:
-            sentences.append(f"changes travel in {device.staging}: mapped memory is not used here")
-        if "fused_step" not in self.capabilities:
-            sentences.append("steps are separate launches: the fused step needs the package cuda-bindings")
-        return tuple(sentences)
+            return None if str(device) == "cpu" else device
+        from numba import cuda
+
+        index = device_index(device, self.name)
+        if index is None:
+            current = cuda.gpus.current  # of this thread; None: it has used none yet
+            return 0 if current is None else int(current.id)
+        if not 0 <= index < len(cuda.gpus):
+            raise ArgumentError(f"GPU {index} does not exist: there are {len(cuda.gpus)}, counted from 0.")
+        return index
+
+    def make_driver(self, place: Any) -> Any:
+        from blocktable_numba.driver import NumbaDriver, SimulatedDriver
+
+        return SimulatedDriver(place) if self.is_emulated else NumbaDriver(place)
 
     @property
     def num_compilations(self) -> int:
         """Kernels compiled so far in this process: one for each signature. The simulator compiles none."""
         if self.is_emulated:
             return 0
-        from blocktable_numba.kernels import SPECIALISED
+        from blocktable_numba.driver import SPECIALISED
 
         return sum(len(kernel.signatures) for kernel in SPECIALISED)
-
-    def create_block_store(self, config: BlockTableConfig, device: Any = None) -> Any:
-        from blocktable_numba.block_store import NumbaBlockStore
-
-        return NumbaBlockStore(config, self._device(device), has_fused_step="fused_step" in self.capabilities)
-
-    def create_slot_mapper(self, store: Any) -> Any:
-        from blocktable_numba.slot_mapper import NumbaSlotMapper
-
-        return NumbaSlotMapper(store)
-
-    def from_host(self, array: np.ndarray[Any, Any], device: Any = None) -> Any:
-        return self._device(device).upload(array)
-
-    def to_host(self, array: Any) -> np.ndarray[Any, Any]:
-        found: np.ndarray[Any, Any] = self._device(None).download(array)
-        return found
-
-    def synchronize(self, device: Any = None) -> None:
-        self._device(device).synchronize()
-
-    def _device(self, device: Any) -> Any:
-        from blocktable_numba.device import NumbaDevice, SimulatedDevice
-
-        return (SimulatedDevice if self.is_emulated else NumbaDevice)(device, staging_mode())
