@@ -29,9 +29,9 @@ def apply_changes(
     # step 3: store the ranges
     is_one = offsets.size == 1  # such as a whole arena
     entries: Any = slice(offsets[0], offsets[0] + lengths[0]) if is_one else ranges(offsets, lengths)
-    arena[entries] = values
     # step 4: make the NULL ranges NULL
-    # They are ranges like the others: their values are NULL.
+    # They are ranges like the others, and their values are NULL.
+    arena[entries] = values
 
 
 def null_stale_columns(

@@ -158,12 +158,12 @@ def a_failed_commit_forgets(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R10")
 def occupied_padding_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTable, "_require_empty_rows", lambda self, start, stop, **options: None)
+    patch.setattr(BatchChecks, "_require_empty_rows", lambda self, start, stop, **options: None)
 
 
 @_mutant("R15")
 def tokens_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTable, "_check_num_tokens", lambda self, num_tokens, num_tokens_padded, size: None)
+    patch.setattr(BatchChecks, "num_tokens", lambda self, num_tokens, num_tokens_padded, size=None: None)
 
 
 @_mutant("R16")
