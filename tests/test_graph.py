@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+import blocktable.device.graph
 from blocktable import BlockTable, BlockTableConfig, KVCacheGroup
 from blocktable.device import DeviceBackend, EmulatedDriver, KernelOptions, signature_of
 from blocktable.device.graph import StepGraph
@@ -32,7 +33,7 @@ class Driver(ModuleType):
         self.edges: list[tuple[int, int, int, int]] = []
         self.updates: list[tuple[int, int, int]] = []
         self.launches = 0
-        self.CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
+        self.CUDA_KERNEL_NODE_PARAMS = Params
         self.CUfunction = int
         self.CUgraphEdgeData = SimpleNamespace
         self.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
@@ -66,7 +67,7 @@ class Driver(ModuleType):
         return (0,)
 
     def cuGraphInstantiate(self, graph: str, flags: int) -> Any:
-        return 0, "exec"
+        return 0, 17
 
     def cuGraphExecDestroy(self, graph: str) -> Any:
         return (0,)
@@ -74,13 +75,24 @@ class Driver(ModuleType):
     def cuGraphDestroy(self, graph: str) -> Any:
         return (0,)
 
-    def cuGraphExecKernelNodeSetParams(self, graph: str, node: int, params: Any) -> Any:
+    def set_params(self, graph: int, node: int, address: int) -> int:
+        params = Params.made[address]
         self.updates.append((node, params.func, params.gridDimX))
-        return (0,)
+        return 0
 
-    def cuGraphLaunch(self, graph: str, stream: int) -> Any:
+    def launch(self, graph: int, stream: int) -> int:
         self.launches += 1
-        return (0,)
+        return 0
+
+
+class Params(SimpleNamespace):
+    """A kernel node's parameters, found by what stands for their address."""
+
+    made: ClassVar[list[Any]] = []
+
+    def getPtr(self) -> int:
+        self.made.append(self)
+        return len(self.made) - 1
 
 
 class GraphKernel:
@@ -106,6 +118,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         modules = {"cuda": ModuleType("cuda"), "cuda.bindings": bindings, "cuda.bindings.driver": driver}
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(blocktable.device.graph, "native_calls", lambda: (driver.set_params, driver.launch))
         return driver
 
     return install

@@ -19,8 +19,6 @@ from blocktable_benchmarks.workloads import Inputs, Workload, make_inputs
 STEPS = 60
 RUNS = 20
 DRIVER_CALLS = (
-    "cuGraphExecKernelNodeSetParams",
-    "cuGraphLaunch",
     "cuLaunchKernel",
     "cuLaunchKernelEx",
     "cuEventRecord",

@@ -35,7 +35,9 @@ class FusedStep:
         self._launches, self._driver = launches, driver
         self._memory = batch, slots
         self._last_mark, self._marks = last_mark, marks
-        self._no_changes = launches.no_changes(batch, last_mark)
+        self._numbers = marks if launches.has_step_batch else None
+        self._apply_memory = launches.apply_memory(0, batch, last_mark) if self._numbers else launches.apply_memory()
+        self._no_changes = launches.no_changes(self._apply_memory)
         self._rest: list[Launch] = []
         self._graphs: dict[int, Any] = {}
         self.batch: Batch | None = None
@@ -70,14 +72,12 @@ class FusedStep:
         if block is None:
             self._graph.run([self._no_changes, *self._rest], stream)
             return
-        driver, is_marked = self._driver, self._launches.has_step_batch
-        apply, mark = self._launches.apply_changes(
-            *(block, used), batch=self._memory[0], last_mark=self._last_mark, marks=self._marks if is_marked else None
-        )
+        driver = self._driver
+        apply, mark = self._launches.apply_changes(block, used, self._apply_memory, self._numbers)
         if not driver.is_mapped:
             driver.send(block, used, stream)
         self._graph.run([apply, *self._rest], stream)
-        if is_marked and (driver.is_mapped or not mark):
+        if self._numbers is not None and (driver.is_mapped or not mark):
             block.mark = mark or None  # None: its changes travelled in the launch's own parameters
         else:  # the host sees no number where it shares no memory with kernels
             block.mark = driver.mark(stream)

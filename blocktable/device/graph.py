@@ -6,8 +6,11 @@ staged, marked or waited for. Needs the package cuda-bindings, which CUDA builds
 
 from __future__ import annotations
 
+import ctypes
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -75,6 +78,7 @@ class _Node:
         params.kernelParams = self.arguments.pointers
         params.func = driver.CUfunction(kernel.function)
         self.params: Any = params
+        self.params_address: int = params.getPtr()
 
 
 class StepGraph:
@@ -90,8 +94,7 @@ class StepGraph:
     def __init__(self, launches: Sequence[Launch], *, overlaps: bool = False) -> None:
         from cuda.bindings import driver
 
-        self._set_params = driver.cuGraphExecKernelNodeSetParams
-        self._launch = driver.cuGraphLaunch
+        self._set_params, self._launch = native_calls()
         self._driver = driver
         self._graph = _checked(driver.cuGraphCreate(0))
         overlaps = overlaps and _can_overlap(driver)
@@ -108,6 +111,7 @@ class StepGraph:
             for pair in pairwise(self._handles):
                 self._overlap(*pair)
         self._exec = _checked(driver.cuGraphInstantiate(self._graph, 0))
+        self._exec_address, self._node_addresses = int(self._exec), [int(handle) for handle in self._handles]
 
     def _overlap(self, before: Any, after: Any) -> None:
         edge = self._driver.CUgraphEdgeData()
@@ -132,13 +136,13 @@ class StepGraph:
                 node.arguments.set(arguments)
                 if grid != node.grid:
                     node.params.gridDimX, node.params.gridDimY = node.grid = grid
-                (error,) = self._set_params(self._exec, self._handles[index], node.params)
+                error = self._set_params(self._exec_address, self._node_addresses[index], node.params_address)
                 if error:
-                    raise RuntimeError(f"CUDA driver: {error}")
+                    raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
                 present[index] = launch
-        (error,) = self._launch(self._exec, stream)
+        error = self._launch(self._exec_address, stream)
         if error:
-            raise RuntimeError(f"CUDA driver: {error}")
+            raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
 
     def __del__(self) -> None:
         driver = getattr(self, "_driver", None)
@@ -157,6 +161,18 @@ class DirectLaunches:
         """Run them, one after another."""
         for kernel, grid, arguments in launches:
             kernel(grid, arguments, stream)
+
+
+@cache
+def native_calls() -> tuple[Callable[..., int], Callable[..., int]]:
+    """Return the driver's cuGraphExecKernelNodeSetParams and cuGraphLaunch, which every step calls.
+
+    Through ctypes: the package's own functions make an enum in Python for each result.
+    """
+    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    set_params, launch = library.cuGraphExecKernelNodeSetParams_v2, library.cuGraphLaunch
+    set_params.argtypes, launch.argtypes = [ctypes.c_void_p] * 3, [ctypes.c_void_p] * 2
+    return set_params, launch
 
 
 def _can_overlap(driver: Any) -> bool:

@@ -23,7 +23,7 @@ from blocktable.layouts import Layout
 from blocktable.protocols import CHANGES_HEADER, Batch, ExportBuffers
 
 MAX_COPY_PARTS = 16
-MAX_WRITE_BLOCKS = 64
+MAX_WRITE_BLOCKS = 1 << 15
 MAX_SLOT_BLOCKS = 1 << 22
 
 COUNT_UNITS = {"table": 0, "kv_offsets": 0, "lengths": 0, "csr": 1, "inverse_map": 1, "token_csr": 2}
@@ -39,6 +39,20 @@ class Inputs(NamedTuple):
     query_start_loc: int
     num_computed_tokens: int
     seq_lens: int
+
+
+class ApplyMemory(NamedTuple):
+    """What a commit works on.
+
+    Attributes:
+        addresses: apply_changes' arguments from `arena` to `copy_parts`.
+        last_mark: address; 0 where no counts are copied.
+        copy_blocks: blocks that copy counts.
+    """
+
+    addresses: tuple[int, ...]
+    last_mark: int
+    copy_blocks: int
 
 
 class Launches:
@@ -102,50 +116,45 @@ class Launches:
 
     # The four plain kernels.
 
+    def apply_memory(self, first_entry: int = 0, batch: int = 0, last_mark: int = 0) -> ApplyMemory:
+        """Return what a commit works on.
+
+        Args:
+            first_entry: entry of the arena that offset 0 means.
+            batch: address of a set of outputs whose counts are copied for step_batch; 0: none are.
+            last_mark: address of where a step's number is written then.
+        """
+        copy_parts = self._copy_parts if batch else 0
+        addresses = (self._arena_address + 4 * first_entry, *self._sizes, batch, copy_parts)
+        return ApplyMemory(addresses, last_mark, self._num_groups * copy_parts)
+
     def apply_changes(
-        self,
-        block: HostBlock,
-        used: int,
-        *,
-        first_entry: int = 0,
-        batch: int = 0,
-        last_mark: int = 0,
-        marks: StepMarks | None = None,
+        self, block: HostBlock, used: int, memory: ApplyMemory, marks: StepMarks | None = None
     ) -> tuple[Launch, int]:
-        """Return the launch of a commit, and the number of its step where the block is in use until then.
+        """Return the launch of a commit, and the number of its step where the block is in use until then; else 0.
 
         Args:
             block: holds packed changes.
             used: its entries in use.
-            first_entry: entry of the arena that offset 0 means.
-            batch: address of a set of outputs, for a fused step.
-            last_mark: address of where the number is written, likewise.
-            marks: gives the numbers, likewise. None: the counts of `batch` are not copied for step_batch.
+            memory: as `apply_memory` returned it.
+            marks: gives the numbers. None: the step has none.
         """
         counts = block.header.tolist()
         most = max(counts[0], counts[2], counts[4])  # single values, range values, NULL entries
-        copy_parts = 0 if marks is None else self._copy_parts
-        blocks = self._num_groups * copy_parts + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS)
-        memory = (self._arena_address + 4 * first_entry, *self._sizes, batch, copy_parts)
-        grid = (max(blocks, 1), 1)
+        grid = (memory.copy_blocks + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS), 1)
         for size, kernel in self._by_value:
             if used <= size:  # the block is free already: a launch keeps its parameters
-                return (kernel, grid, (block.host_address, *memory, 0, last_mark)), 0
+                return (kernel, grid, (block.host_address, *memory.addresses, 0, memory.last_mark)), 0
         mark = 0
         if marks is not None:
-            marks.last += 1
-            mark = marks.last
-        return (self._apply, grid, (block.address + 4 * CHANGES_HEADER, *counts, *memory, mark, last_mark)), mark
+            mark = marks.last = marks.last + 1
+        address = block.address + 4 * CHANGES_HEADER
+        return (self._apply, grid, (address, *counts, *memory.addresses, mark, memory.last_mark)), mark
 
-    def no_changes(self, batch: int = 0, last_mark: int = 0) -> Launch:
-        """Return the launch of a commit of nothing; it copies a batch's counts for step_batch, as `apply_changes`."""
-        copy_parts = self._copy_parts if self.has_step_batch and batch else 0
-        memory = (self._arena_address, *self._sizes, batch, copy_parts)
-        return (
-            self._apply,
-            (max(self._num_groups * copy_parts, 1), 1),
-            (0, *(0,) * CHANGES_HEADER, *memory, 0, last_mark),
-        )
+    def no_changes(self, memory: ApplyMemory) -> Launch:
+        """Return the launch of a commit of nothing; it copies counts for step_batch where `memory` says so."""
+        arguments = (0, *(0,) * CHANGES_HEADER, *memory.addresses, 0, memory.last_mark)
+        return self._apply, (max(memory.copy_blocks, 1), 1), arguments
 
     def gather(self, inputs: Inputs, batch: Batch, out: int) -> list[Launch]:
         """Return what writes the batch tables. out: address of a set's memory."""

@@ -72,7 +72,7 @@ class DeviceStore:
         self._inputs = StagingRing(driver, entries, 2 * config.steps_in_flight, self._order)
         self._lent: tuple[HostBlock | None, int] = None, 0
         # A kernel may be loaded at its first launch, which must not be inside a capture.
-        run([self._launches.no_changes()], driver.stream(None))
+        run([self._launches.no_changes(self._launches.apply_memory())], driver.stream(None))
         driver.synchronize()  # the fills ran on whatever stream was current
 
     def table(self, group: int) -> Array:
@@ -168,7 +168,7 @@ class DeviceStore:
 
     def _apply(self, block: HostBlock, used: int, stream: int, first_entry: int = 0) -> None:
         """Launch a commit alone, and mark the block."""
-        launch, _ = self._launches.apply_changes(block, used, first_entry=first_entry)
+        launch, _ = self._launches.apply_changes(block, used, self._launches.apply_memory(first_entry))
         self.driver.send(block, used, stream)
         run([launch], stream)
         block.mark = self.driver.mark(stream)

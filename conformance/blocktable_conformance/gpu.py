@@ -6,6 +6,7 @@ A backend that declares "streams" or "graph_capture" says that it runs on a CUDA
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,7 +100,13 @@ class Hold:
 
 @contextmanager
 def held(torch: Any, stream: Any) -> Iterator[Hold]:
-    """Hold a stream inside the block; wait for it on the way out."""
+    """Hold a stream inside the block; wait for it on the way out.
+
+    Nothing of an earlier test is freed inside: that may wait for the device.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
     torch.cuda.synchronize()
     hold = Hold(torch, stream)
     try:
@@ -108,6 +115,8 @@ def held(torch: Any, stream: Any) -> Iterator[Hold]:
     finally:
         hold.release()
         torch.cuda.synchronize()
+        if was_enabled:
+            gc.enable()
     assert not hold.timed_out, f"the stream was held for {HOLD_LIMIT_SECONDS} s: a call waited for the device"
 
 
