@@ -15,8 +15,8 @@ from blocktable.exports import Export
 from blocktable.host_path import HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Backend, Batch, ExportBuffers, Step, StepBuffers
-from blocktable.streams import address_of, stream_owner
-from blocktable.views import Views
+from blocktable.streams import stream_owner
+from blocktable.views import Views, batch_key
 
 
 class PlannedExport(NamedTuple):
@@ -30,27 +30,6 @@ class PlannedExport(NamedTuple):
 
 SeqLens = Any
 """[num_reqs] int32, or a tuple of one such array for each group; None: not given."""
-
-
-def batch_key(batch: Batch) -> tuple[Any, Any]:
-    """Return what tells the batch tables of two batches apart: requests and rows, and what cuts windows out.
-
-    By the values of host arrays, and by the address of device arrays: looking into those would wait.
-    """
-    return (batch.num_reqs, _array_key(batch.idx_mapping)), _array_key(batch.num_computed_tokens)
-
-
-def _array_key(array: Array | None) -> Any:
-    if array is None:
-        return None
-    if type(array) is np.ndarray:
-        return array.tobytes()
-    try:
-        if isinstance(array, np.ndarray):  # of an emulated device
-            return int(array.ctypes.data)
-        return address_of(array)
-    except DtypeError:
-        return object()  # it says no address: no batch is taken for this one
 
 
 class StepPlan:
@@ -70,8 +49,8 @@ class StepPlan:
     """
 
     __slots__ = (
-        *("batch", "buffers", "expected", "exports", "held", "is_reusable", "probes", "seq_lens", "sizes", "step"),
-        "views",
+        *("batch", "buffers", "expected", "exports", "held", "is_reusable"),
+        *("probes", "seq_lens", "sizes", "step", "views"),
     )
 
     def __init__(
@@ -172,8 +151,8 @@ class BatchChecks:
             )
         if idx_mapping is None and padded > self._config.num_rows:
             raise ArgumentError(
-                f"num_reqs_padded {padded} is above the table's {self._config.num_rows} rows: with idx_mapping=None the "
-                "batch is the table's own first rows; pass an idx_mapping."
+                f"num_reqs_padded {padded} is above the table's {self._config.num_rows} rows: with idx_mapping=None "
+                "the batch is the table's own first rows; pass an idx_mapping."
             )
         if idx_mapping is None and padded > requests:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
@@ -285,7 +264,6 @@ class BatchChecks:
                 raise ArgumentError(f"{name} is read-only.")
         return tuple(out)
 
-
     def _check_slot_dtype(self, name: str, array: Any) -> None:
         """Refuse another dtype than the slots', which no conversion would help."""
         wanted = self._config.slot_dtype
@@ -293,7 +271,7 @@ class BatchChecks:
         if found != wanted:
             other = f', or make the table with slot_dtype="{found}"' if found in get_args(SlotDtype) else ""
             raise DtypeError(
-                f'{name} must be {wanted}, the slot_dtype of this table, got {found}; allocate it as {wanted}{other}.'
+                f"{name} must be {wanted}, the slot_dtype of this table, got {found}; allocate it as {wanted}{other}."
             )
 
 

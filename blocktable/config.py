@@ -248,8 +248,8 @@ def row_width(
 class Arena:
     """Where everything lives in the one int32 buffer of a table, on the host and on the device alike.
 
-    First come the filled counts, `[num_groups, num_rows]`, in columns; then each group's rows, `[num_rows, width]`, each
-    group on a 128-byte boundary. Entries after a group's last row, up to the next group, always hold its filler.
+    First come the filled counts, `[num_groups, num_rows]`, in columns; then each group's rows, `[num_rows, width]`,
+    each group on a 128-byte boundary. Entries after a group's last row, up to the next group, always hold its filler.
 
     Batch tables lie in a buffer of their own, laid out likewise: `BlockTableConfig.batch_arena`.
 
@@ -452,7 +452,7 @@ class BlockTableConfig:
 
     @cached_property
     def batch_arena(self) -> Arena:
-        """The layout of the one buffer of a set's batch tables; its counts are the columns that each batch row holds."""
+        """The layout of a set's batch tables, in one buffer; its counts are the columns that each batch row holds."""
         return self.arena if self.num_rows == self.max_num_reqs else self._lay_out(self.max_num_reqs)
 
     def _lay_out(self, num_rows: int) -> Arena:

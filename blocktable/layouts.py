@@ -42,8 +42,8 @@ class Layout:
         source: where its rules were read.
         dtype: of the entries.
         shape: of a group's entries. B batch rows, M columns, N kernel blocks of the cache, S state columns, n entries.
-        null: entry of a place that holds no block. -1: the consumer tests for it. None: it reads entries past the length,
-            and wants a valid address there: the group's filler, or kernel block 0 where that is -1.
+        null: entry of a place that holds no block. -1: the consumer tests for it. None: it reads entries past the
+            length, and wants a valid address there: the group's filler, or kernel block 0 where that is -1.
         block_multiple: `kernel_block_size` must be a multiple of it.
         block_sizes: the values that `kernel_block_size` may have; empty: any.
         power_of_two: whether `kernel_block_size` must be a power of two.
@@ -83,7 +83,9 @@ class Layout:
     def __post_init__(self) -> None:
         for name, allowed in (("kind", get_args(Kind)), ("dtype", ("int32", "int64")), ("null", (None, -1))):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"Layout {self.name!r}: {name} must be one of {allowed}, got {getattr(self, name)!r}.")
+                raise ConfigError(
+                    f"Layout {self.name!r}: {name} must be one of {allowed}, got {getattr(self, name)!r}."
+                )
         if self.state_columns not in get_args(StateColumns):
             raise ConfigError(f"Layout {self.name!r}: state_columns must be one of {get_args(StateColumns)}.")
         for name in ("block_multiple", "width_tokens", "entry_scale", "num_columns"):
@@ -108,7 +110,10 @@ class Layout:
         }
         for name, is_wrong in wrong.items():
             if is_wrong:
-                raise ConfigError(f"Layout {self.name!r}: {name} {getattr(self, name)} means nothing to kind {kind!r}.")
+                reason = ", which is always int32" if name == "dtype" else ""
+                raise ConfigError(
+                    f"Layout {self.name!r}: {name} {getattr(self, name)} means nothing to kind {kind!r}{reason}."
+                )
 
     def takes_block_size(self, size: int) -> bool:
         """Say whether the consumer reads kernel blocks of `size` tokens."""

@@ -120,9 +120,17 @@ def lengths_per_group(config: BlockTableConfig, seq_lens: Any) -> tuple[SeqLens,
     if not isinstance(seq_lens, list | tuple):
         return seq_lens, (0,) * num_groups
     if len(seq_lens) != num_groups:
-        raise ArgumentError(f"seq_lens must be one array, or one for each of the {num_groups} groups; got {len(seq_lens)}.")
+        raise ArgumentError(
+            f"seq_lens must be one array, or one for each of the {num_groups} groups; got {len(seq_lens)}."
+        )
     first_with = [next(i for i, other in enumerate(seq_lens) if other is array) for array in seq_lens]
     return tuple(seq_lens), tuple(first_with)
+
+
+def as_before(seq_lens: SeqLens, before: SeqLens) -> SeqLens:
+    """Return the tuple that was given before where this one holds the same arrays: a plan knows it by identity."""
+    is_same = isinstance(seq_lens, tuple) and isinstance(before, tuple) and [*map(id, seq_lens)] == [*map(id, before)]
+    return before if is_same else seq_lens
 
 
 def lengths_of(seq_lens: SeqLens, group: int) -> Array:
@@ -136,9 +144,7 @@ def batch_of(batch: Batch, seq_lens: SeqLens, family: Family) -> Batch:
     return batch if lens is batch.seq_lens else replace(batch, seq_lens=lens)
 
 
-def make_plan(
-    config: BlockTableConfig, layouts: Sequence[Layout | None], lengths_from: Sequence[int]
-) -> MetadataPlan:
+def make_plan(config: BlockTableConfig, layouts: Sequence[Layout | None], lengths_from: Sequence[int]) -> MetadataPlan:
     """Put groups of one layout, geometry and array of lengths together, in the order of their first group.
 
     This rank's lengths depend on no block size: one export brings them for all groups that ranks share.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from blocktable.batches import BatchChecks, PlannedExport, SeqLens, StepPlan, batch_key, require_tokens
+from blocktable.batches import BatchChecks, PlannedExport, SeqLens, StepPlan, require_tokens
 from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
-from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError, UnsupportedError
+from blocktable.errors import BlockTableError, ConfigError, DtypeError, UnsupportedError
 from blocktable.exports import Export, ExportSets, check_capacity, check_groups, require_seq_lens
 from blocktable.host_path import make_rows
 from blocktable.inspection import SlotLocation, locate, verify
@@ -20,10 +20,11 @@ from blocktable.metadata import (
     Layouts,
     MetadataPlan,
     StepMetadata,
+    as_before,
+    batch_of,
     layouts_per_group,
     lengths_of,
     lengths_per_group,
-    batch_of,
     make_metadata,
     make_plan,
 )
@@ -42,7 +43,7 @@ from blocktable.protocols import (
 from blocktable.registry import check_backend, get_backend
 from blocktable.row_operations import RowOperations
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
-from blocktable.views import BufferViews
+from blocktable.views import BufferViews, batch_key
 
 if TYPE_CHECKING:
     from blocktable.replay.recording import Recorder
@@ -346,7 +347,14 @@ class BlockTable(RowOperations):
 
         For a second model, micro-batches, or a step that is prepared while another runs. Rules: R17.
         """
-        return self._views.create()
+        try:
+            return self._views.create()
+        except MemoryError as error:
+            raise ConfigError(
+                f"A set of buffers does not fit the memory: {len(self.config.groups)} groups of "
+                f"{self.config.max_num_batched_tokens} slots, and {self.config.max_num_reqs} batch rows; lower "
+                "max_num_batched_tokens or max_num_reqs."
+            ) from error
 
     # Exports.
 
@@ -426,7 +434,8 @@ class BlockTable(RowOperations):
         handle = self._stream(stream, seq_lens if idx_mapping is None else idx_mapping)
         planned = self._plan_export(found, chosen, batch, out, handle)
         if planned.buffers is None:
-            self._require_held(found, chosen, batch, out)
+            buffers = self._buffers(out)  # type: ignore[arg-type]
+            self._views.require_held(buffers, batch, self._num_commits, found, chosen)
         else:
             check_capacity(self.config, self._rows.committed_filled, batch, planned.buffers)
         self._run_export(planned, handle)
@@ -454,24 +463,6 @@ class BlockTable(RowOperations):
             target = self._exports.create(layout, groups, None)
             self._exports.keep(target, buffers)
         return PlannedExport(layout, batch, target, self._exports.view(target, batch.num_reqs_padded))
-
-    def _require_held(
-        self, layout: Layout, groups: tuple[int, ...], batch: Batch, out: ExportBuffers | StepBuffers | None
-    ) -> None:
-        """Refuse to hand out batch tables that hold another batch (R26)."""
-        if all(self._views.is_own_rows(group, batch) for group in groups):
-            return
-        views = self._views.of(self._buffers(out))  # type: ignore[arg-type]
-        is_cut = any(self.config.groups[group].cut_window is not None for group in groups)
-        is_same = views.held is not None and views.held[: 1 + is_cut] == batch_key(batch)[: 1 + is_cut]
-        if is_same and views.held_commits == self._num_commits:
-            return
-        what = "holds the batch as it was before the last commit" if is_same else "holds another batch, or none"
-        raise ArgumentError(
-            f"{layout.name!r} reads the batch table itself, which {what}: gather or step this batch into the set first "
-            "(the same idx_mapping and num_computed_tokens, and no commit of changes since), or pass the result of "
-            "create_export() as out=, a copy that is right for any batch."
-        )
 
     def _run_export(self, planned: PlannedExport, stream: int | None) -> None:
         if planned.buffers is not None and planned.layout.kind != "placeholder":
@@ -517,9 +508,8 @@ class BlockTable(RowOperations):
         chosen = layouts_per_group(self.config, layouts)
         lens, lengths_from = lengths_per_group(self.config, seq_lens)
         plan = self._plan
-        if plan is not None and isinstance(lens, tuple) and isinstance(plan.seq_lens, tuple):
-            if [*map(id, lens)] == [*map(id, plan.seq_lens)]:
-                lens = plan.seq_lens
+        if plan is not None:
+            lens = as_before(lens, plan.seq_lens)
         exports = self._metadata_plans.get((chosen, lengths_from))
         if exports is None:
             exports = self._metadata_plans[chosen, lengths_from] = make_plan(self.config, chosen, lengths_from)

@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from blocktable.config import BlockTableConfig
-from blocktable.errors import ArgumentError
+from blocktable.errors import ArgumentError, DtypeError
+from blocktable.layouts import Layout
 from blocktable.protocols import Array, Batch, BlockStore, Step, StepBuffers
+from blocktable.streams import address_of
+
+Kept = TypeVar("Kept")
 
 MAX_CACHED_VIEWS = 1024
 """Views and steps kept for each set of buffers, those used last; an engine that pads uses a few dozen."""
+
+
+def batch_key(batch: Batch) -> tuple[Any, Any]:
+    """Return what tells the batch tables of two batches apart: requests and rows, and what cuts windows out.
+
+    By the values of host arrays, and by the address of device arrays: looking into those would wait.
+    """
+    return (batch.num_reqs, _array_key(batch.idx_mapping)), _array_key(batch.num_computed_tokens)
+
+
+def _array_key(array: Array | None) -> Any:
+    if array is None:
+        return None
+    if type(array) is np.ndarray:
+        return array.tobytes()
+    try:
+        if isinstance(array, np.ndarray):  # of an emulated device
+            return int(array.ctypes.data)
+        return address_of(array)
+    except DtypeError:
+        return object()  # it says no address: no batch is taken for this one
 
 
 @dataclass(slots=True)
@@ -86,6 +113,32 @@ class BufferViews:
         is_cut = batch.num_computed_tokens is not None and self._config.groups[group].cut_window is not None
         return batch.idx_mapping is None and not is_cut
 
+    def require_held(
+        self, buffers: StepBuffers, batch: Batch, num_commits: int, layout: Layout, groups: Sequence[int]
+    ) -> None:
+        """Refuse to hand out batch tables, as an export, that hold another batch (R26).
+
+        Args:
+            buffers: the set.
+            batch: what is exported.
+            num_commits: the table's commits with changes so far.
+            layout: of the export.
+            groups: its groups.
+        """
+        if all(self.is_own_rows(group, batch) for group in groups):
+            return
+        views = self._sets[buffers]
+        parts = 2 if any(self._config.groups[group].cut_window is not None for group in groups) else 1
+        is_same = views.held is not None and views.held[:parts] == batch_key(batch)[:parts]
+        if is_same and views.held_commits == num_commits:
+            return
+        what = "holds the batch as it was before the last commit" if is_same else "holds another batch, or none"
+        raise ArgumentError(
+            f"{layout.name!r} reads the batch table itself, which {what}: gather or step this batch into the set first "
+            "(the same idx_mapping and num_computed_tokens, and no commit of changes since), or pass the result of "
+            "create_export() as out=, a copy that is right for any batch."
+        )
+
     def slot_mappings(self, buffers: StepBuffers, num_tokens_padded: int) -> tuple[Array, ...]:
         """Return the first slots of each group."""
 
@@ -107,7 +160,7 @@ def _view_key(batch: Batch) -> tuple[int, bool, bool]:
     return batch.num_reqs_padded, batch.idx_mapping is None, batch.num_computed_tokens is not None
 
 
-def _cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+def _cached(cache: dict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:
     """Return what is kept for a key, or make it; an engine that never pads asks for every size, so the oldest goes."""
     found = cache.pop(key, None)
     if found is None:

@@ -101,7 +101,8 @@ class NumpyBlockStore:
         return NumpyBuffers(
             block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
             slot_mappings=tuple(
-                np.full(self.config.max_num_batched_tokens, group.pad_slot_id, slot_dtype) for group in self.config.groups
+                np.full(self.config.max_num_batched_tokens, group.pad_slot_id, slot_dtype)
+                for group in self.config.groups
             ),
             batch=batch,
             held=arena.view(batch, -1),
@@ -154,9 +155,7 @@ class NumpyBlockStore:
         if kind in ("csr", "token_csr"):
             by_token, indptr = kind == "token_csr", _given(out.indptr)
             sizes = (rows.size, max_num_reqs, out.capacity, 1 if by_token else tokens)
-            start_requests(
-                *sizes, _given(out.lengths), counts, indptr, _given(out.last_page_lens), _given(out.num_cut)
-            )
+            start_requests(*sizes, _given(out.lengths), counts, indptr, _given(out.last_page_lens), _given(out.num_cut))
             write_indices(rows, first_columns, *table, *nulls, tokens, by_token, counts, indptr, _given(out.entries))
         elif kind in ("table", "kv_offsets"):
             entries = _given(out.entries)

@@ -87,7 +87,7 @@ def write_indices(
     indptr: Ints,  # [max_num_reqs + 1] int32
     indices: Ints,  # [num_members, capacity] int32, written
 ) -> None:
-    """Write the entries of all requests, one request after another, and the fill over those of a larger batch before."""
+    """Write the entries of all requests, one request after another, and the fill over what a larger batch left."""
     # step 1: which entry and group
     total, total_before = counts[-2:]
     for member, group in enumerate(members):

@@ -1,16 +1,16 @@
 """The kernels of a device backend: name, arguments in order, and the grid of a launch. Every language takes these.
 
 A table's memory is one arena: filled counts [num_groups, max_num_rows], then each group's rows [max_num_rows, width]
-from its `table_start` on. A set of outputs ("batch") is laid out likewise for max_num_reqs rows: its counts, [num_groups,
-max_num_reqs], say how many columns each batch row holds, and a group's batch rows begin at its `batch_start`. After these
-batch_entries entries come how many rows the last batch had, one that is free, and a copy of the batch's counts that the
-fused step makes for itself: [batch_entries + 2 + num_groups * max_num_reqs] int32 in all. Which rows exist is a matter of
-max_num_rows: an entry of idx_mapping outside 0 .. max_num_rows - 1 is a dummy.
+from its `table_start` on. A set of outputs ("batch") is laid out likewise for max_num_reqs rows: its counts,
+[num_groups, max_num_reqs], say how many columns each batch row holds, and a group's batch rows begin at its
+`batch_start`. After these batch_entries entries come how many rows the last batch had, one entry that is free, and a
+copy of the batch's counts that the fused step makes for itself: [batch_entries + 2 + num_groups * max_num_reqs] int32
+in all. Which rows exist is a matter of max_num_rows: an entry of idx_mapping outside 0 .. max_num_rows - 1 is a dummy.
 
 `groups` is [num_groups, len(GROUP_FIELDS)] int64. What stands where a group has no block is its `filler`, and where a
-token has no slot its `pad_slot_id`. An entry is missing where uint32(entry - null_start) < blocks_per_kv_block; its token
-is PAD where null_is_pad is set. In a ring of n columns a token is PAD as well where max(p_last, 0) - position >= n *
-tokens_per_column, p_last the position of its request's last token in this call: one more load.
+token has no slot its `pad_slot_id`. An entry is missing where uint32(entry - null_start) < blocks_per_kv_block; its
+token is PAD where null_is_pad is set. In a ring of n columns a token is PAD as well where max(p_last, 0) - position is
+at least n * tokens_per_column, p_last the position of its request's last token in this call: one more load.
 
 No argument is ever missing: the identity is a mapping of its own, and zeros stand for lengths that were not given. The
 argument `null` of exports is -1, or 0 where the layout has none: then a missing entry, and a place without one, hold
@@ -205,9 +205,9 @@ class KernelOptions:
         features: what the table's groups need: a launch of a few microseconds is half instruction fetches, so what no
             group needs is left out. HAS_SHARDS (a group is sharded over context-parallel ranks), HAS_MODES (a
             slot_mode is not "linear"), HAS_NULL_PADS (a null_is_pad is set, as without a null block), HAS_WINDOWS (a
-            gather cuts a window out of a group), HAS_ODD_SIZES (a tokens_per_column is no power of two), HAS_LARGE_POSITIONS (a position that has a
-            slot may not fit 32 bits); OVERLAPS (a fused step's kernel may start before the one before it has ended,
-            and waits for that itself).
+            gather cuts a window out of a group), HAS_ODD_SIZES (a tokens_per_column is no power of two),
+            HAS_LARGE_POSITIONS (a position that has a slot may not fit 32 bits); OVERLAPS (a fused step's kernel may
+            start before the one before it has ended, and waits for that itself).
     """
 
     dtype: str = "int64"

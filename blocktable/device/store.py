@@ -35,8 +35,8 @@ class DeviceBuffers(StepBuffers):
 
     Attributes:
         batch: [batch_arena.size + 2 + num_groups * max_num_reqs] int32. The batch tables and how many columns each row
-            holds, laid out as `config.batch_arena`; then how many rows the last batch had, an entry that is free, and the
-            fused step's copy of these counts.
+            holds, laid out as `config.batch_arena`; then how many rows the last batch had, an entry that is free, and
+            the fused step's copy of these counts.
         slots: [num_groups * max_num_batched_tokens] of the slot dtype.
         fused: the fused step over them. None: steps are separate launches.
     """
@@ -255,7 +255,10 @@ class DeviceStore:
             group == chosen[0] + i and start == starts[0] + i * distance and length == lengths[0]
             for i, (group, start, length) in enumerate(zip(chosen, starts, lengths, strict=True))
         )
-        runs = [(range(group, group + 1), start, 0, length) for group, start, length in zip(chosen, starts, lengths)]
+        runs = [
+            (range(group, group + 1), start, 0, length)
+            for group, start, length in zip(chosen, starts, lengths, strict=True)
+        ]
         if is_regular:
             runs = [(range(chosen[0], chosen[0] + len(chosen)), starts[0], stride, lengths[0])]
         with driver.current():

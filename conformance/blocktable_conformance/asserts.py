@@ -140,7 +140,7 @@ def _describe(slot: Slot, got: int, group: int, shape: Geometry) -> str:
 
 
 def _name(slot: int, shape: Geometry) -> str:
-    return f"PAD ({slot})" if slot == shape.pad_slot_id else str(slot)
+    return "PAD" if slot == shape.pad_slot_id else str(slot)
 
 
 def check_values(got: HostArray, expected: Sequence[int], rules: str, what: str) -> None:

@@ -75,7 +75,7 @@ class ExportPair:
         result = self._run_on_table(idx_mapping, seq_lens, num_reqs, num_reqs_padded, num_computed_tokens)
         self.check_written(mapping, seq_lens, num_computed_tokens=num_computed_tokens)
         self.check_views(result, requests if num_reqs_padded is None else num_reqs_padded)
-        self._num_cut += num_cut
+        self._num_cut = min(self._num_cut + num_cut, 2**31 - 1)
         if self.out.num_cut is not None:
             got = subject.to_host(self.out.num_cut).tolist()
             check(got == [self._num_cut], "R27", f"num_cut must be [{self._num_cut}], got {got}.")

@@ -396,7 +396,11 @@ class OracleTable:
             slots = []
             for token in range(num_tokens):
                 request = request_of(token, query_start_loc)
-                last = positions[token] if request is None else positions[min(query_start_loc[request + 1], num_tokens) - 1]
+                last = (
+                    positions[token]
+                    if request is None
+                    else positions[min(query_start_loc[request + 1], num_tokens) - 1]
+                )
                 row = None if request is None else idx_mapping[request]
                 slots.append(self.slot(g, token, request, row, positions[token], last, is_named=groups is not None))
             slots += [Slot(self.shapes[g].pad_slot_id, "R15", token) for token in range(num_tokens, length)]

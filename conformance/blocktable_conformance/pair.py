@@ -451,7 +451,7 @@ class Pair:
         return views
 
     def _gather_rules(self, group: int) -> str:
-        return "R10" if self.oracle.shapes[group].sliding_window is None else "R10, R11"
+        return "R10" if self.config.groups[group].sliding_window is None else "R10, R11"
 
     def _check_slots(self, got: HostArray, expected: Sequence[Slot], group: int, rules: str = "") -> None:
         shape = self.oracle.shapes[group]

@@ -40,8 +40,7 @@ class SentWrites:
         for offset, start, end in zip(parts[2].tolist(), parts[3].tolist(), ends[: ranges or 0], strict=True):
             found.append((offset, parts[4][start:end].tolist()))
         ends = [*parts[6][1:].tolist(), entries]
-        for i in range(constants):
-            found.append((int(parts[5][i]), [int(parts[7][i])] * (ends[i] - int(parts[6][i]))))
+        found += [(int(parts[5][i]), [int(parts[7][i])] * (ends[i] - int(parts[6][i]))) for i in range(constants)]
         found.sort()
         contents = [value for _, written in found for value in written]
         return cls([offset for offset, _ in found], [len(written) for _, written in found], contents)

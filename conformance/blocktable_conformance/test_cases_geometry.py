@@ -173,6 +173,33 @@ def test_a_ring_wraps_around_its_row(subject: Subject) -> None:
     expect_slots(one_request(pair, [0, 1], row=1), [], "R14")
 
 
+def test_a_ring_keeps_its_window_whole(subject: Subject) -> None:
+    """The columns of a ring stand for no positions: a window takes none of them out, nor of a group without slots.
+
+    Cases: W1. Rules: R11, R14.
+    """
+    ring = KVCacheGroup(block_size=4, slot_mode="ring", blocks_per_row=2, sliding_window=5)
+    state = KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=2, sliding_window=5)
+    pair = make(subject, ring, state, rows=[[[5, 9], [3, 4]]])
+    seen = one_request(pair, [9], num_computed_tokens=[9])
+    expect_table(seen.block_tables[0], [[5, 9]], "R11")
+    expect_table(seen.block_tables[1], [[3, 4]], "R11")
+    expect_slots(seen, [21], "R14")
+
+
+def test_a_step_longer_than_its_ring(subject: Subject) -> None:
+    """Twelve tokens in a ring of eight: the first four are PAD, the last of each place has the slot.
+
+    Cases: W4. Rules: R14.
+    """
+    ring = KVCacheGroup(block_size=4, slot_mode="ring", blocks_per_row=2)
+    pair = make(subject, ring, rows=[[5, 9], [2, 7]])
+    expect_slots(one_request(pair, range(12)), [*[PAD] * 4, 36, 37, 38, 39, 20, 21, 22, 23], "R14")
+    seen = pair.step([1, 0], [0, 9, 12], [*range(9), 0, 1, 2])
+    expect_slots(seen, [PAD, *range(9, 12), *range(28, 32), 8, 20, 21, 22], "R14")
+    expect_slots(one_request(pair, [3, 11, -(2**63)]), [23, 23, PAD], "R14")
+
+
 def test_a_ring_of_kernel_blocks(subject: Subject) -> None:
     """A ring wraps at its filled columns, in kernel blocks, not at its width.
 

@@ -228,8 +228,7 @@ def test_a_small_capacity_cuts_the_running_sum(subject_once: Subject) -> None:
         ExportPair(pair, TOKEN_CSR, capacity=capacity).run([1, 2, 0, 1], [3, 6, 9, 1])
     export = ExportPair(pair, CSR, capacity=4)
     result = export.run([1, 2, 0, 1], [3, 6, 9, 1])
-    export.run([1, 2], [3, 6])
-    if export.is_on_host:
+    if result is None:
         return
     host = subject_once.to_host
     check_values(host(export.out.num_cut), [3], "R27", "num_cut")
@@ -319,6 +318,42 @@ def test_null_is_all_kernel_blocks_of_block_0(subject_once: Subject) -> None:
     check_values(
         subject_once.to_host(ExportPair(pair, TABLE).run([0]).entries[0])[0], [10, 11, 0, 0, 14, 15], "R7", "row"
     )
+
+
+@pytest.mark.parametrize("null", [-1, 5])
+def test_block_0_is_real_where_another_block_is_null(subject_once: Subject, null: int) -> None:
+    """Block 0 that is given out is exported like any other, and the group's own null is missing.
+
+    Rules: R5, R25, R26, R27, R30, R31.
+    """
+    group = KVCacheGroup(block_size=4, num_blocks=20, null_block_id=null, allow_null=True)
+    state = replace(group, slot_mode="none", blocks_per_row=3)
+    pair = make(subject_once, group, state, rows=[[[0, null, 7], [0, null]], [[3, 0], [null]]], width=3)
+    pair.commit()
+    host = subject_once.to_host
+    got = host(ExportPair(pair, MISSING_IS_MINUS_1).run([0, 1]).entries[0]).tolist()
+    check(got == [[0, -1, 7], [3, 0, -1]], "R26", f"the table with -1 is {got}.")
+    fill = max(null, 0)
+    got = host(ExportPair(pair, SCALED).run([0, 1]).entries[0]).tolist()
+    check(got == [[0, 3 * fill, 21], [9, 0, 3 * fill]], "R25, R26", f"the scaled table is {got}.")
+    got = host(ExportPair(pair, CSR).run([0, 1], [12, 8]).entries[0])
+    check_values(got[:6], [0, fill, 7, 3, 0, fill], "R25, R27", "the indices")
+    got = host(ExportPair(pair, INVERSE_MAP).run([0, 1], [12, 8]).entries[0])
+    check_values(got[:, 0], [0, 1], "R30", "the columns of block 0")
+    got = host(ExportPair(pair, FIRST_STATE, (1,)).run([0, 1]).entries[0])
+    check_values(got, [0, -1], "R31", "the states")
+    ExportPair(pair, TOKEN_CSR).run([1, 0], [8, 12])
+    ExportPair(pair, KV).run([1, 0])
+
+
+def test_another_batch_than_the_gathered_one_is_refused(subject_once: Subject) -> None:
+    """The batch table that was gathered is handed out, and not for another row. Cases: W5. Rules: R26."""
+    pair = three_rows(subject_once, KVCacheGroup(block_size=16))
+    zero, one = (subject_once.device_array([row], "int32") for row in (0, 1))
+    pair.table.gather(zero)
+    pair.table.export("flash_attention_3", zero)
+    with must_raise(ArgumentError, "R26", "an export of another row"):
+        pair.table.export("flash_attention_3", one)
 
 
 def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
@@ -804,7 +839,11 @@ def test_csr_equals_the_batch_table(subject_once: Subject, data: st.DataObject, 
         filler = pair.oracle.shapes[group].filler
         columns, behind = np.split(tables[group][request], [mine.size])
         same = np.array_equal(mine, np.where(columns == filler, max(filler, 0), columns))
-        check(same and bool((behind == filler).all()), "R27", f"request {request} of group {group} is exported as {mine.tolist()}.")
+        check(
+            same and bool((behind == filler).all()),
+            "R27",
+            f"request {request} of group {group} is exported as {mine.tolist()}.",
+        )
 
 
 class ExportHistory(TableHistory):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import pytest
 import blocktable.exports
 import blocktable.metadata
 import blocktable.table
-from blocktable import BlockTableConfig, ContextParallel, RowCapacityError, Writes
+from blocktable import ArgumentError, Batch, BlockTableConfig, ContextParallel, RowCapacityError, Writes
+from blocktable.batches import BatchChecks
 from blocktable.exports import ExportSets
 from blocktable.metadata import Family, MetadataPlan
 from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
+from blocktable.views import BufferViews
 from blocktable_conformance.__main__ import main as conformance
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -63,7 +66,7 @@ def repeated_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R5")
 def tails_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NumpyRows, "_null", lambda self, starts, columns: None)
+    patch.setattr(NumpyRows, "_null", lambda self, starts, columns, fillers=None: None)
 
 
 @_mutant("R6")
@@ -157,12 +160,12 @@ def a_failed_commit_forgets(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R10")
 def occupied_padding_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTable, "_require_empty_rows", lambda self, start, stop, **options: None)
+    patch.setattr(BatchChecks, "_require_empty_rows", lambda self, start, stop, **options: None)
 
 
 @_mutant("R15")
 def tokens_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTable, "_check_num_tokens", lambda self, num_tokens, num_tokens_padded, size: None)
+    patch.setattr(BatchChecks, "num_tokens", lambda self, num_tokens, num_tokens_padded, size=None: None)
 
 
 @_mutant("R16")
@@ -206,12 +209,12 @@ def any_group_is_exported(patch: pytest.MonkeyPatch) -> None:
 
 @_export_mutant("R26")
 def every_table_is_the_batch_table(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocktable.table, "is_batch_table", lambda config, layout, groups: layout.kind == "table")
+    patch.setattr(blocktable.exports, "is_batch_table", lambda config, layout, groups: layout.kind == "table")
 
 
 @_export_mutant("R26")
 def no_table_is_the_batch_table(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocktable.table, "is_batch_table", lambda config, layout, groups: False)
+    patch.setattr(blocktable.exports, "is_batch_table", lambda config, layout, groups: False)
 
 
 @_export_mutant("R28")
@@ -223,24 +226,40 @@ def entries_of_any_size(patch: pytest.MonkeyPatch) -> None:
 def each_group_counts_for_itself(patch: pytest.MonkeyPatch) -> None:
     right = blocktable.metadata.make_plan
 
-    def make_plan(config: BlockTableConfig, layouts: Any) -> MetadataPlan:
-        plan = right(config, layouts)
+    def make_plan(config: BlockTableConfig, layouts: Any, lengths_from: Any) -> MetadataPlan:
+        plan = right(config, layouts, lengths_from)
         families: list[Family] = []
         places: list[tuple[int, int] | None] = []
         for group, place in enumerate(plan.places):
             places.append(None if place is None else (len(families), 0))
             if place is not None:
                 families.append(Family(plan.families[place[0]].layout, (group,)))
-        if plan.lengths is None:
-            return MetadataPlan(tuple(families), tuple(places), None)
-        return MetadataPlan((*families, plan.families[plan.lengths]), tuple(places), len(families))
+        lengths: list[int | None] = []
+        for family in plan.lengths:
+            lengths.append(None if family is None else len(families))
+            if family is not None:
+                families.append(plan.families[family])
+        return MetadataPlan(tuple(families), tuple(places), tuple(lengths))
 
     patch.setattr(blocktable.table, "make_plan", make_plan)
 
 
 @_export_mutant("R33")
 def lengths_of_another_batch_are_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTable, "_check_seq_lens", lambda self, seq_lens, num_reqs: num_reqs or len(seq_lens))
+    right = BatchChecks.batch
+
+    def batch(self: BatchChecks, *arguments: Any, **options: Any) -> Batch:
+        try:
+            return right(self, *arguments, **options)
+        except ArgumentError:
+            return replace(right(self, *arguments[:6], **options), seq_lens=arguments[6])
+
+    patch.setattr(BatchChecks, "batch", batch)
+
+
+@_export_mutant("R26")
+def any_batch_is_handed_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BufferViews, "require_held", lambda self, *arguments: None)
 
 
 def main(folder: Path) -> None:
