@@ -21,6 +21,7 @@ from blocktable.exports import Export
 from blocktable.inspection import SlotLocation
 from blocktable.layouts import LAYOUTS, Layout, WidthPlan, plan_width
 from blocktable.metadata import GroupMetadata, StepMetadata
+from blocktable.observer import Observation, Observer, OpenRecording
 from blocktable.protocols import (
     Array,
     Backend,
@@ -28,6 +29,7 @@ from blocktable.protocols import (
     BlockStore,
     ExportBuffers,
     ExportingStore,
+    IntArray,
     SlotMapper,
     Step,
     StepBuffers,
@@ -65,8 +67,12 @@ __all__ = [
     "ExportBuffers",
     "ExportingStore",
     "GroupMetadata",
+    "IntArray",
     "KVCacheGroup",
     "Layout",
+    "Observation",
+    "Observer",
+    "OpenRecording",
     "RowCapacityError",
     "RowIndexError",
     "SlotLocation",

@@ -16,7 +16,7 @@ from blocktable.host_path import HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Backend, Batch, ExportBuffers, Step, StepBuffers
 from blocktable.streams import stream_owner
-from blocktable.views import Views, batch_key
+from blocktable.views import BufferViews, Views, batch_key
 
 
 class PlannedExport(NamedTuple):
@@ -241,6 +241,38 @@ class BatchChecks:
             raise ArgumentError(f"positions holds {num_tokens} tokens, but the slot buffer has {entries} entries.")
         if num_tokens_padded is not None and non_negative("num_tokens_padded", num_tokens_padded) > entries:
             raise ArgumentError(f"num_tokens_padded {num_tokens_padded} is above the slot buffer's {entries} entries.")
+
+    def slot_outputs(
+        self,
+        batch: Batch,
+        buffers: StepBuffers | None,
+        out: Any,
+        groups: tuple[int, ...] | None,
+        num_tokens_padded: int | None,
+        views: BufferViews,
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Return where the slots of a batch go, one array for each group, and what the caller is given of them.
+
+        Args:
+            batch: the inputs.
+            buffers: the set. None: `out` holds the caller's own arrays.
+            out: as given.
+            groups: those that are named. None: all.
+            num_tokens_padded: entries to return. None: `len(positions)` of a set, all of the caller's own.
+            views: of the sets.
+        """
+        num_tokens = batch.num_positions
+        if buffers is None:
+            num_groups = len(self._config.groups if groups is None else groups)
+            arrays = self.slot_arrays(out, num_groups, num_tokens, num_tokens_padded)
+            whole = num_tokens_padded is None
+            return arrays, arrays if whole else tuple(array[:num_tokens_padded] for array in arrays)
+        self.num_tokens(num_tokens, num_tokens_padded)
+        arrays = buffers.slot_mappings
+        returned = views.slot_mappings(buffers, num_tokens if num_tokens_padded is None else num_tokens_padded)
+        if groups is None:
+            return arrays, returned
+        return tuple(arrays[group] for group in groups), tuple(returned[group] for group in groups)
 
     def slot_arrays(
         self, out: Any, num_groups: int, num_tokens: int, num_tokens_padded: int | None

@@ -1,4 +1,4 @@
-"""The command line: `blocktable backends`, `blocktable replay`, and whatever other distributions add to it."""
+"""The command line: `blocktable backends`, and the commands that packages add by entry point."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ BUILT_IN = {
         "blocktable.backends_command:main",
         "list the installed backends: what each can do here, or why it cannot",
     ),
-    "replay": ("blocktable.replay.command:main", "drive a block table with a serving trace and prove every slot of it"),
 }
 
 USAGE_ERROR = 2
@@ -103,7 +102,7 @@ def _origin(entry: importlib.metadata.EntryPoint) -> str:
 
 
 def _descriptions() -> dict[str, str]:
-    """Return every command and what it does; those of other distributions are named without importing them."""
+    """Return every command and what it does; those of entry points are named without importing them."""
     found = {name: description for name, (_, description) in BUILT_IN.items()}
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
         found.setdefault(entry.name, f"from {_origin(entry)} ({entry.value})")
@@ -115,7 +114,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="blocktable",
         usage="blocktable COMMAND [ARGUMENT ...]",
-        description="The block table of a paged-KV inference engine: backends, replays of serving traces, conformance.",
+        description="The block table of a paged-KV inference engine: its backends, and what installed packages add.",
         epilog=f"commands:\n{commands}\n\n`blocktable COMMAND --help` says more about one of them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

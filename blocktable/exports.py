@@ -11,7 +11,7 @@ import numpy as np
 
 from blocktable.checks import int_scalar
 from blocktable.config import INT32_LIMIT, BlockTableConfig, KVCacheGroup
-from blocktable.errors import ArgumentError, ConfigError, DtypeError
+from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError
 from blocktable.layouts import Layout, check_block_size, exact_width
 from blocktable.protocols import (
     Array,
@@ -22,6 +22,7 @@ from blocktable.protocols import (
     ExportingStore,
     IntArray,
     StepBuffers,
+    no_writes,
 )
 
 MAX_CACHED_EXPORTS = 4096
@@ -335,6 +336,16 @@ class ExportSets:
         ):
             self._store.export(out.layout, batch, out, stream=None)
         self._backend.synchronize(self._device)
+
+    def refuse_capture(self, layout: Layout, stream: int | None) -> None:
+        """Refuse to make buffers on a capturing stream, which shows by a write of nothing (R21)."""
+        try:
+            self._store.write(no_writes(self._config.arena), stream=stream)
+        except BlockTableError as error:
+            raise BlockTableError(
+                f"Buffers of layout {layout.name!r} cannot be made inside a capture: export once before it, or call "
+                "create_export() before it and pass its result as out=."
+            ) from error
 
     def reset(self, stream: int | None) -> None:
         """Fill every set again (R24)."""

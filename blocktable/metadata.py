@@ -176,6 +176,32 @@ def make_plan(config: BlockTableConfig, layouts: Sequence[Layout | None], length
     return MetadataPlan(tuple(families), tuple(places), tuple(lengths))
 
 
+class MetadataPlans:
+    """The plans of a table's steps, made once for each choice of layouts and shared lengths.
+
+    Args:
+        config: the geometry.
+    """
+
+    def __init__(self, config: BlockTableConfig) -> None:
+        self._config = config
+        self._plans: dict[tuple[tuple[Layout | None, ...], tuple[int, ...]], MetadataPlan] = {}
+
+    def plan(self, layouts: Layouts, seq_lens: Any, before: SeqLens) -> tuple[MetadataPlan, SeqLens]:
+        """Return which exports a step makes, and its lengths as they are kept.
+
+        Args:
+            layouts, seq_lens: as given.
+            before: the lengths of the step before.
+        """
+        chosen = layouts_per_group(self._config, layouts)
+        lens, lengths_from = lengths_per_group(self._config, seq_lens)
+        found = self._plans.get((chosen, lengths_from))
+        if found is None:
+            found = self._plans[chosen, lengths_from] = make_plan(self._config, chosen, lengths_from)
+        return found, as_before(lens, before)
+
+
 def make_metadata(
     plan: MetadataPlan,
     step: Step,

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from blocktable.batches import BatchChecks, PlannedExport, SeqLens, StepPlan, require_tokens
 from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
-from blocktable.errors import BlockTableError, ConfigError, DtypeError, UnsupportedError
+from blocktable.errors import ConfigError, DtypeError, UnsupportedError
 from blocktable.exports import Export, ExportSets, check_capacity, check_groups, require_seq_lens
 from blocktable.host_path import make_rows
 from blocktable.inspection import SlotLocation, locate, verify
 from blocktable.layouts import Layout, find_layout
-from blocktable.metadata import (
-    Layouts,
-    MetadataPlan,
-    StepMetadata,
-    as_before,
-    batch_of,
-    layouts_per_group,
-    lengths_of,
-    lengths_per_group,
-    make_metadata,
-    make_plan,
-)
+from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, batch_of, lengths_of, make_metadata
+from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.protocols import (
     Array,
     Backend,
@@ -44,9 +34,6 @@ from blocktable.registry import check_backend, get_backend
 from blocktable.row_operations import RowOperations
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
 from blocktable.views import BufferViews, batch_key
-
-if TYPE_CHECKING:
-    from blocktable.replay.recording import Recorder
 
 StepPath = Literal["auto", "separate", "fused"]
 
@@ -110,7 +97,7 @@ class BlockTable(RowOperations):
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
         self._views = BufferViews(config, self.store)
         self._exports = ExportSets(config, self.backend, device, self.store)
-        self._metadata_plans: dict[tuple[tuple[Layout | None, ...], tuple[int, ...]], MetadataPlan] = {}
+        self._metadata = MetadataPlans(config)
         # Where the store lends memory for changes, the core packs them into it.
         self._lender: Any = self.store if hasattr(self.store, "lend") else None
         can_fuse = self._lender is not None and "fused_step" in self.backend.capabilities
@@ -118,6 +105,7 @@ class BlockTable(RowOperations):
         self.buffers: StepBuffers = self.create_buffers()
         self._checks = BatchChecks(config, self.backend, self._rows, self.buffers.slot_mappings[0])
         self._plan: StepPlan | None = None
+        self._observed_calls = ObservedCalls(self)
 
     def _require(self, capability: str, what: str) -> None:
         if capability not in self.backend.capabilities:
@@ -206,8 +194,8 @@ class BlockTable(RowOperations):
         query_start_loc: Array,
         positions: Array,
         *,
-        groups: Sequence[int] | None = None,
         num_tokens_padded: int | None = None,
+        groups: Sequence[int] | None = None,
         out: StepBuffers | Sequence[Array] | None = None,
         stream: Any = None,
     ) -> tuple[Array, ...]:
@@ -219,9 +207,9 @@ class BlockTable(RowOperations):
             idx_mapping: [num_reqs] int32. Batch index -> row; an entry outside the table is a dummy. None: identity.
             query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is the number of tokens.
             positions: [>= num_tokens] int64. Each token's index in its request, in any order.
+            num_tokens_padded: entries of the views to return. None: `len(positions)`; of arrays given as `out` all.
             groups: distinct groups: only theirs are written and returned, in this order, and cross-attention groups
                 among them have slots. None: all groups.
-            num_tokens_padded: entries of the views to return. None: `len(positions)`; of arrays given as `out` all.
             out: a set of this table's buffers, or one array for each group: of the slot dtype, contiguous, at least
                 as long as `positions`. None: the table's own set.
             stream: what `stream_handle` takes. None: the current stream of the library that made `positions`.
@@ -238,21 +226,8 @@ class BlockTable(RowOperations):
         require_tokens(query_start_loc, positions)
         chosen = None if groups is None else check_groups(self.config, groups)
         batch = self._checks.batch(idx_mapping, query_start_loc, positions, None, None, None)
-        num_tokens = batch.num_positions
-        is_set = isinstance(out, StepBuffers) or out is None
-        if is_set:
-            buffers = self._buffers(out)  # type: ignore[arg-type]
-            self._checks.num_tokens(num_tokens, num_tokens_padded)
-            arrays = buffers.slot_mappings
-            num_returned = num_tokens if num_tokens_padded is None else num_tokens_padded
-            returned = self._views.slot_mappings(buffers, num_returned)
-            if chosen is not None:
-                arrays, returned = (tuple(slots[group] for group in chosen) for slots in (arrays, returned))
-        else:
-            num_groups = len(self.config.groups) if chosen is None else len(chosen)
-            arrays = returned = self._checks.slot_arrays(out, num_groups, num_tokens, num_tokens_padded)
-            if num_tokens_padded is not None:
-                returned = tuple(array[:num_tokens_padded] for array in arrays)
+        buffers = self._buffers(out) if isinstance(out, StepBuffers) or out is None else None
+        arrays, returned = self._checks.slot_outputs(batch, buffers, out, chosen, num_tokens_padded, self._views)
         handle = self._stream(stream, positions)
         options: Any = {} if chosen is None else {"groups": chosen}  # what most calls of a mapper never see
         self.mapper.compute_slot_mappings(batch, arrays, stream=handle, **options)
@@ -347,14 +322,7 @@ class BlockTable(RowOperations):
 
         For a second model, micro-batches, or a step that is prepared while another runs. Rules: R17.
         """
-        try:
-            return self._views.create()
-        except MemoryError as error:
-            raise ConfigError(
-                f"A set of buffers does not fit the memory: {len(self.config.groups)} groups of "
-                f"{self.config.max_num_batched_tokens} slots, and {self.config.max_num_reqs} batch rows; lower "
-                "max_num_batched_tokens or max_num_reqs."
-            ) from error
+        return self._views.create()
 
     # Exports.
 
@@ -379,7 +347,7 @@ class BlockTable(RowOperations):
         """
         self._require("exports", "create_export()")
         found, chosen = find_layout(layout), check_groups(self.config, groups)
-        self._refuse_capture(found, self._stream(None, None))
+        self._exports.refuse_capture(found, self._stream(None, None))
         return self._exports.create(found, chosen, capacity)
 
     def export(
@@ -459,7 +427,7 @@ class BlockTable(RowOperations):
             return PlannedExport(layout, batch, None, self._exports.batch_tables(layout, groups, buffers, tables))
         target = self._exports.find(layout, groups, buffers)
         if target is None:
-            self._refuse_capture(layout, stream)
+            self._exports.refuse_capture(layout, stream)
             target = self._exports.create(layout, groups, None)
             self._exports.keep(target, buffers)
         return PlannedExport(layout, batch, target, self._exports.view(target, batch.num_reqs_padded))
@@ -505,14 +473,8 @@ class BlockTable(RowOperations):
         """
         if seq_lens is None:
             raise DtypeError("seq_lens must be an int32 array of num_reqs entries, got None.")
-        chosen = layouts_per_group(self.config, layouts)
-        lens, lengths_from = lengths_per_group(self.config, seq_lens)
         plan = self._plan
-        if plan is not None:
-            lens = as_before(lens, plan.seq_lens)
-        exports = self._metadata_plans.get((chosen, lengths_from))
-        if exports is None:
-            exports = self._metadata_plans[chosen, lengths_from] = make_plan(self.config, chosen, lengths_from)
+        exports, lens = self._metadata.plan(layouts, seq_lens, None if plan is None else plan.seq_lens)
         if exports.families:
             self._require("exports", "step_metadata() with layouts, or over ranks that share a group,")
         handle = self._stream(stream, positions)
@@ -536,16 +498,6 @@ class BlockTable(RowOperations):
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-
-    def _refuse_capture(self, layout: Layout, stream: int | None) -> None:
-        """Refuse to make buffers on a capturing stream, which shows by a write of nothing (R21)."""
-        try:
-            self.store.write(no_writes(self.config.arena), stream=stream)
-        except BlockTableError as error:
-            raise BlockTableError(
-                f"Buffers of layout {layout.name!r} cannot be made inside a capture: export once before it, or call "
-                "create_export() before it and pass its result as out=."
-            ) from error
 
     def warmup(self) -> None:
         """Compile and load everything a later step needs. Modifies no row and no set of buffers. Rules: R21."""
@@ -611,7 +563,21 @@ class BlockTable(RowOperations):
 
     # Looking.
 
-    def record(self, path: str | Path, *, digests: bool = False) -> Recorder:
+    def observe(self, observer: Observer) -> Observation:
+        """Tell `observer` of every call that changes rows or writes outputs, until the result is closed.
+
+        A table that nobody observes pays nothing for it. Methods that were fetched before, such as
+        `step = table.step`, are not observed.
+
+        Args:
+            observer: whom to tell. Several may observe one table; they are told in the order in which they came.
+
+        Returns:
+            A context manager; its `close` ends the observation.
+        """
+        return Observation(self._observed_calls, observer)
+
+    def record(self, path: str | Path, *, digests: bool = False) -> OpenRecording:
         """Write every row change and step to a file until the result is closed; `blocktable replay FILE` runs it again.
 
         A table that is not recorded pays nothing for it.
@@ -622,10 +588,12 @@ class BlockTable(RowOperations):
 
         Returns:
             A context manager; its `close` ends the recording.
-        """
-        from blocktable.replay.recording import Recorder  # only a recording needs it
 
-        return Recorder(self, path, digests=digests)
+        Raises:
+            UnsupportedError: no recorder is installed.
+            ArgumentError: the table is being recorded already.
+        """
+        return start_recording(self, path, digests=digests)
 
     @property
     def num_blocks_per_row(self) -> IntArray:
@@ -639,6 +607,16 @@ class BlockTable(RowOperations):
         view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
         view.flags.writeable = False
         return view
+
+    def host_row(self, group: int, row: int) -> IntArray:
+        """Return a copy of the columns that a row holds now, [n] int32, on the host.
+
+        Unlike `host_table` it slows no later change down.
+        """
+        index, (number,) = self._group_index(group), self._one_row("row", row)
+        filled = self._rows.filled[index, number]
+        columns: IntArray = self.config.arena.view(self._rows.mirror, index)[number, :filled].copy()
+        return columns
 
     def device_table(self, group: int) -> Array:
         """Return a group's rows on the device, [num_rows, width] int32, without a copy; callers only read."""

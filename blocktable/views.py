@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from blocktable.config import BlockTableConfig
-from blocktable.errors import ArgumentError, DtypeError
+from blocktable.errors import ArgumentError, ConfigError, DtypeError
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Batch, BlockStore, Step, StepBuffers
 from blocktable.streams import address_of
@@ -76,7 +76,14 @@ class BufferViews:
 
     def create(self) -> StepBuffers:
         """Return a new set."""
-        buffers = self._store.create_buffers()
+        try:
+            buffers = self._store.create_buffers()
+        except MemoryError as error:
+            raise ConfigError(
+                f"A set of buffers does not fit the memory: {len(self._config.groups)} groups of "
+                f"{self._config.max_num_batched_tokens} slots, and {self._config.max_num_reqs} batch rows; lower "
+                "max_num_batched_tokens or max_num_reqs."
+            ) from error
         self._sets[buffers] = Views()
         return buffers
 

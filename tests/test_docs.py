@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import blocktable as bt
-from blocktable.engines.vllm import settings
 from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES
+from blocktable_vllm import settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")]

@@ -40,6 +40,8 @@ def test_every_package_of_the_wheel_is_under_contract() -> None:
     ("contract", "key"),
     [
         ("core-names-no-backend", "forbidden_modules"),
+        ("replay-needs-the-core-alone", "forbidden_modules"),
+        ("drop-in-needs-core-and-torch", "forbidden_modules"),
         ("suite-names-no-backend", "forbidden_modules"),
         ("backends-use-the-public-contract", "source_modules"),
         ("backends-are-strangers", "modules"),
@@ -70,7 +72,14 @@ def test_the_contracts_hold(checkout: Path) -> None:
     [
         ("core-names-no-backend", "blocktable/table.py", "import blocktable_numpy"),
         ("core-names-no-backend", "blocktable/streams.py", "import torch"),
+        ("core-names-no-backend", "blocktable/cli.py", "import blocktable_replay.command"),
+        ("core-names-no-backend", "blocktable/registry.py", "import blocktable_vllm"),
         ("layers", "blocktable/table.py", "import blocktable_conformance"),
+        ("layers", "extras/blocktable_replay/lane.py", "import blocktable_vllm"),
+        ("layers", "extras/blocktable_vllm/tables.py", "import blocktable_replay"),
+        ("replay-needs-the-core-alone", "extras/blocktable_replay/lane.py", "import torch"),
+        ("drop-in-needs-core-and-torch", "extras/blocktable_vllm/tables.py", "import blocktable_triton"),
+        ("suite-names-no-backend", "conformance/blocktable_conformance/oracle.py", "import blocktable_replay.checker"),
         ("suite-names-no-backend", "conformance/blocktable_conformance/oracle.py", "import blocktable_numpy"),
         ("backends-use-the-public-contract", "backends/blocktable_numpy/kernels.py", "import blocktable.checks"),
         ("backends-use-the-public-contract", "backends/blocktable_numpy/kernels.py", "from blocktable import config"),

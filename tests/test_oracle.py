@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktable import BlockTableConfig
-from blocktable.replay.checker import expected_block_table, expected_slots
-from blocktable.replay.record import NULLED
 from blocktable_conformance import golden, make_vectors
 from blocktable_conformance.oracle import OracleTable, Share
 from blocktable_conformance.pair import plain
 from blocktable_conformance.strategies import batches, bulk_calls, configs
+from blocktable_replay.checker import expected_block_table, expected_slots
+from blocktable_replay.record import NULLED
 
 VECTORS = list(golden.load())
 
@@ -81,7 +81,7 @@ def record_of(oracle: OracleTable, group: int) -> tuple[np.ndarray, np.ndarray]:
 def filled_oracle(data: st.DataObject, config: BlockTableConfig) -> OracleTable:
     """Return an oracle whose rows hold drawn blocks, some of them nulled."""
     oracle = OracleTable(config)
-    rows = list(range(config.max_num_reqs))
+    rows = list(range(config.num_rows))
     oracle.set_rows(*(plain(arg) for arg in data.draw(bulk_calls(oracle, rows, replace=True, fit=True))))
     for group, held in enumerate(oracle.rows):
         for row, blocks in enumerate(held):
@@ -117,6 +117,6 @@ def test_the_checker_of_the_replay_equals_the_oracle(data: st.DataObject, config
         )
         assert slots.tolist() == [slot.value for slot in mappings[group]]
         narrow = expected_block_table(config, group, blocks, counts, handles, computed)
-        table = np.zeros((config.max_num_reqs, oracle.shapes[group].width), np.int32)
+        table = np.full((config.max_num_reqs, oracle.shapes[group].width), oracle.shapes[group].filler, np.int32)
         table[: narrow.shape[0], : narrow.shape[1]] = narrow
         assert table.tolist() == tables[group]

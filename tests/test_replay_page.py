@@ -126,7 +126,7 @@ def test_without_matplotlib_the_sentence_comes_before_the_work(
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("blocktable.replay.page", "blocktable.replay.plots"):
+    for name in ("blocktable_replay.page", "blocktable_replay.plots"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert cli.main(["replay", "nowhere.csv", "--report", str(tmp_path / "report.html")]) == cli.USAGE_ERROR
     said = capsys.readouterr().err

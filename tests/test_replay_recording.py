@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import inspect
 import json
 import os
 import random
@@ -19,21 +20,24 @@ import pytest
 
 import blocktable as bt
 from blocktable import cli
-from blocktable.replay import synthetic
-from blocktable.replay.btrace import MAGIC, Foreign, Frame, Recording, RecordingError, frames_of, put_frame, write_head
-from blocktable.replay.lane import Lane
-from blocktable.replay.player import Player
-from blocktable.replay.progress import SilentProgress
-from blocktable.replay.readers import read_trace
-from blocktable.replay.recording import Recorder
-from blocktable.replay.result import ReplayResult
-from blocktable.replay.rowmodel import RowModel
-from blocktable.replay.run import Replay
 from blocktable_conformance.oracle import OracleTable
 from blocktable_numpy import NumpyBackend, NumpyBlockStore, NumpySlotMapper
+from blocktable_replay import synthetic
+from blocktable_replay.btrace import MAGIC, Foreign, Frame, Recording, RecordingError, frames_of, put_frame, write_head
+from blocktable_replay.lane import Lane
+from blocktable_replay.player import Player
+from blocktable_replay.progress import SilentProgress
+from blocktable_replay.readers import read_trace
+from blocktable_replay.recording import Recorder
+from blocktable_replay.result import ReplayResult
+from blocktable_replay.rowmodel import RowModel
+from blocktable_replay.run import Replay
 
 CONFIG = bt.BlockTableConfig(
-    groups=[bt.KVCacheGroup(block_size=4), bt.KVCacheGroup(block_size=8, kernel_block_size=2, sliding_window=9)],
+    groups=[
+        bt.KVCacheGroup(block_size=4),
+        bt.KVCacheGroup(block_size=8, kernel_block_size=2, sliding_window=9, allow_null=True),
+    ],
     max_num_reqs=6,
     max_num_batched_tokens=24,
     max_model_len=64,
@@ -47,7 +51,9 @@ class Wrong(NumpyBackend):
         class Mapper(NumpySlotMapper):
             calls = 0
 
-            def compute_slot_mappings(self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None) -> None:
+            def compute_slot_mappings(
+                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+            ) -> None:
                 super().compute_slot_mappings(batch, out, stream=stream)
                 self.calls += 1
                 if self.calls == 10:
@@ -300,7 +306,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_table(tmp_path: Path, monkey
     def fail(file: Any, frames: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("blocktable.replay.recording.write_chunk", fail)
+    monkeypatch.setattr("blocktable_replay.recording.write_chunk", fail)
     table = bt.BlockTable(CONFIG, "numpy")
     recorder = Recorder(table, tmp_path / "run.btrace")
     with pytest.warns(RuntimeWarning, match="the recording ends here: .*No space left"):
@@ -375,6 +381,15 @@ def test_prefill_positions_take_little_room() -> None:
     buffer = bytearray()
     put_frame(buffer, "step", (np.arange(100_000, 108_192),))
     assert len(buffer) < 30
+
+
+@pytest.mark.parametrize("call", ["gather", "compute_slot_mappings", "step"])
+def test_the_format_has_the_parameters_of_the_method(call: str) -> None:
+    """A recorder writes arguments in the order of the parameters: another order is another version of the format."""
+    page = (Path(__file__).parents[1] / "docs/recording.md").read_text()
+    (values,) = re.findall(rf"^\| `{call}` \| (.*) \|$", page, re.MULTILINE)
+    parameters = list(inspect.signature(getattr(bt.BlockTable, call)).parameters)
+    assert ["self", *values.split(", "), "stream"] == parameters
 
 
 @pytest.mark.parametrize("seed", range(20))

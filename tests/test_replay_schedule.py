@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import blocktable as bt
-from blocktable.replay.layout import NO_ROW, DenseRows, StableRows
-from blocktable.replay.options import ReplayOptions
-from blocktable.replay.plan import StepPlan
-from blocktable.replay.pool import NO_OWNER, BlockPool
-from blocktable.replay.sampling import ACCEPTANCE, uniform
-from blocktable.replay.schedule import Scheduler
-from blocktable.replay.traces import Trace
+from blocktable_replay.layout import NO_ROW, DenseRows, StableRows
+from blocktable_replay.options import ReplayOptions
+from blocktable_replay.plan import StepPlan
+from blocktable_replay.pool import NO_OWNER, BlockPool
+from blocktable_replay.sampling import ACCEPTANCE, uniform
+from blocktable_replay.schedule import Scheduler
+from blocktable_replay.traces import Trace
 
 
 class PlainPool:

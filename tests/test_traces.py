@@ -10,9 +10,9 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from blocktable.replay.prefix import PrefixIndex
-from blocktable.replay.readers import read_trace
-from blocktable.replay.traces import Trace, TraceError
+from blocktable_replay.prefix import PrefixIndex
+from blocktable_replay.readers import read_trace
+from blocktable_replay.traces import Trace, TraceError
 
 File: TypeAlias = Callable[..., Path]
 """Writes content, text or bytes, and under a name, if that matters; returns the path."""

@@ -26,12 +26,12 @@ if not PEER.is_dir():
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("vLLM's kernel is to be interpreted: TRITON_INTERPRET=1", allow_module_level=True)
 
-from blocktable.engines.vllm.tables import PlainTable  # noqa: E402
-from blocktable.engines.vllm.tracking import TrackedState  # noqa: E402
 from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES  # noqa: E402
 from blocktable_conformance.vllm_fuzz.histories import MANY, MULTI, Geometry, draw_call, draw_geometry  # noqa: E402
 from blocktable_conformance.vllm_fuzz.pair import Pair  # noqa: E402
 from blocktable_conformance.vllm_fuzz.run import Outcome, Plan, is_expected, run, shrink  # noqa: E402
+from blocktable_vllm.tables import PlainTable  # noqa: E402
+from blocktable_vllm.tracking import TrackedState  # noqa: E402
 
 CPU = torch.device("cpu")
 

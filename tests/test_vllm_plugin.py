@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import blocktable as bt
-from blocktable.engines.vllm import make_settings, register
-from blocktable.engines.vllm.plugin import CLASSES, KERNELS, MODULE, install
+from blocktable_vllm import make_settings, register
+from blocktable_vllm.plugin import CLASSES, KERNELS, MODULE, install
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,7 +74,7 @@ def test_off_it_does_nothing(monkeypatch: pytest.MonkeyPatch, value: str | None)
 def test_off_it_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     source = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-    source += "from blocktable.engines.vllm import register; register(); print('torch' in sys.modules)"
+    source += "from blocktable_vllm import register; register(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.stdout == "False\n", done.stderr
 

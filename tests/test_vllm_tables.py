@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
-from blocktable.engines.vllm import drop_in
+from blocktable_vllm import drop_in
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e vllm")
 ON_GPU = torch.cuda.is_available()
@@ -187,7 +187,7 @@ def test_no_commit_is_larger_than_what_is_staged_without_a_wait(monkeypatch: pyt
 
 
 def test_what_is_never_committed_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blocktable.engines.vllm.tracking.MAX_MARKS", 50)
+    monkeypatch.setattr("blocktable_vllm.tracking.MAX_MARKS", 50)
     table = make()
     state = table.__blocktable__
     size = state._journal.offsets.size
@@ -452,7 +452,7 @@ def test_a_backend_that_runs_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatc
         name = "elsewhere"
         capabilities = frozenset({"streams"})
 
-    monkeypatch.setattr("blocktable.engines.vllm.memory.get_backend", lambda name: Elsewhere())
+    monkeypatch.setattr("blocktable_vllm.memory.get_backend", lambda name: Elsewhere())
     with pytest.raises(bt.ConfigError, match="on the CPU, where backend 'elsewhere' does not run"):
         make(backend="numpy")
 
@@ -473,7 +473,7 @@ def test_too_many_requests_are_refused() -> None:
 
 
 def test_the_name_of_vllms_kernel_is_a_stand_in() -> None:
-    from blocktable.engines.vllm import home
+    from blocktable_vllm import home
 
     with pytest.raises(bt.UnsupportedError, match="call compute_slot_mapping"):
         home._compute_slot_mapping_kernel[(1,)](3)

@@ -241,7 +241,7 @@ def each_group_counts_for_itself(patch: pytest.MonkeyPatch) -> None:
                 families.append(plan.families[family])
         return MetadataPlan(tuple(families), tuple(places), tuple(lengths))
 
-    patch.setattr(blocktable.table, "make_plan", make_plan)
+    patch.setattr(blocktable.metadata, "make_plan", make_plan)
 
 
 @_export_mutant("R33")
@@ -265,9 +265,9 @@ def any_batch_is_handed_out(patch: pytest.MonkeyPatch) -> None:
 def main(folder: Path) -> None:
     """Run the suite once over the right core and once over each mutant."""
     _run(folder / "right.json", f"({CASES}) or ({EXPORT_CASES})")
-    for name, (_, replace) in MUTANTS.items():
+    for name, (_, patched) in MUTANTS.items():
         with pytest.MonkeyPatch.context() as patch:
-            replace(patch)
+            patched(patch)
             _run(folder / f"{name}.json", EXPORT_CASES if name in EXPORT_MUTANTS else CASES)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from blocktable.engines.vllm import drop_in
 from blocktable_benchmarks.gpu import Gpu
 from blocktable_benchmarks.peers.vllm_v1 import VllmV1Lane
+from blocktable_vllm import drop_in
 
 PROFILE = "0.25.1"
 """Whose signatures: the calls of a step are the same in every version."""
@@ -29,14 +29,14 @@ class DropInLane(VllmV1Lane):
         self.backend = backend
 
     def _names(self) -> tuple[Any, Any]:
-        from blocktable.engines.vllm import home
+        from blocktable_vllm import home
 
         return home, drop_in(PROFILE, self.mode, self.backend).MultiGroupBlockTable
 
     @property
     def queued_steps(self) -> int:
         """Steps that surely queue up behind a busy device without a wait."""
-        from blocktable.engines.vllm.memory import COMMITS_IN_FLIGHT  # imports torch
+        from blocktable_vllm.memory import COMMITS_IN_FLIGHT  # imports torch
 
         return COMMITS_IN_FLIGHT - 2
 

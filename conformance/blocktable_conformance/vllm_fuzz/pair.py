@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from blocktable import PAD_SLOT_ID, ConfigError, RowCapacityError
-from blocktable.engines.vllm import drop_in, home
 from blocktable_conformance.vllm_fuzz.histories import MULTI, Call, Geometry, Look
+from blocktable_vllm import drop_in, home
 
 SLACK = 4096
 """Entries before and behind vLLM's table on the device, and behind its slots: it reads and writes there."""

@@ -1,0 +1,60 @@
+"""The scheduler's own record: which manager blocks each live request has. The checker believes this, not the table."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from blocktable import BlockTableConfig, IntArray, ranges
+
+NULLED = -1
+"""A block that the engine gave up (`null_ranges`): all its columns are NULL. A NULL block handed in is 0."""
+
+
+class BlockRecord:
+    """Manager blocks of up to `size` live requests, each under a handle of its own choosing.
+
+    Attributes:
+        blocks: for each group [size, capacity] int32. Manager ids; entries at and after the count mean nothing.
+        counts: [num_groups, size] int64. Manager blocks of each request.
+    """
+
+    def __init__(self, config: BlockTableConfig, size: int) -> None:
+        num_groups = len(config.groups)
+        self.blocks: tuple[IntArray, ...] = tuple(
+            np.zeros((size, config.capacity(group)), np.int32) for group in range(num_groups)
+        )
+        self.counts: IntArray = np.zeros((num_groups, size), np.int64)
+
+    def extend(self, group: int, handles: IntArray, block_ids: IntArray, counts: IntArray) -> None:
+        """Put `counts[i]` more blocks behind those of `handles[i]`.
+
+        Args:
+            handles: [n] distinct.
+            block_ids: [sum(counts)] int32.
+            counts: [n] int64.
+        """
+        blocks = self.blocks[group]
+        held = self.counts[group, handles]
+        blocks.reshape(-1)[ranges(handles * blocks.shape[1] + held, counts)] = block_ids
+        self.counts[group, handles] = held + counts
+
+    def tail(self, group: int, handles: IntArray, kept: IntArray) -> IntArray:
+        """Return the blocks at and after `kept[i]` of each handle, one after the other, [sum] int32."""
+        blocks = self.blocks[group]
+        lengths = np.maximum(self.counts[group, handles] - kept, 0)
+        return blocks.reshape(-1)[ranges(handles * blocks.shape[1] + kept, lengths)]
+
+    def span(self, group: int, handles: IntArray, starts: IntArray, stops: IntArray) -> IntArray:
+        """Return blocks `starts[i] .. stops[i] - 1` of each handle, one after the other, [sum] int32."""
+        blocks = self.blocks[group]
+        return blocks.reshape(-1)[ranges(handles * blocks.shape[1] + starts, stops - starts)]
+
+    def null(self, group: int, handles: IntArray, starts: IntArray, stops: IntArray) -> None:
+        """Give up blocks `starts[i] .. stops[i] - 1` of each handle; later ones stay."""
+        blocks = self.blocks[group]
+        blocks.reshape(-1)[ranges(handles * blocks.shape[1] + starts, stops - starts)] = NULLED
+
+    def held(self, group: int, handle: int) -> IntArray:
+        """Return a handle's blocks, NULL and given up ones left out, [n] int32."""
+        blocks = self.blocks[group][handle, : self.counts[group, handle]]
+        return blocks[blocks > 0]

@@ -1,0 +1,146 @@
+"""What the calls of a recording leave in the rows, worked out once more from manager blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from blocktable import BlockTableConfig, IntArray
+from blocktable_replay.prefix import NO_BLOCKS
+from blocktable_replay.record import BlockRecord
+
+
+class RowModel:
+    """Rows on the host, and as the last commit left them, by row.
+
+    Attributes:
+        host: after every call so far.
+        committed: what kernels see.
+    """
+
+    def __init__(self, config: BlockTableConfig) -> None:
+        self.host: BlockRecord = BlockRecord(config, config.max_num_reqs)
+        self.committed: BlockRecord = BlockRecord(config, config.max_num_reqs)
+        self._num_groups = len(config.groups)
+        self._num_rows = config.max_num_reqs
+        self._changed: IntArray = np.zeros(config.max_num_reqs, np.bool_)
+
+    def apply(self, name: str, values: Sequence[Any]) -> None:
+        """Do what one call does to the rows; a call that changes none does nothing."""
+        operation = getattr(self, f"_{name}", None)
+        if operation is not None:
+            operation(*values)
+
+    def commit(self) -> None:
+        """Let kernels see what the host has."""
+        rows = np.flatnonzero(self._changed)
+        counts = self.host.counts[:, rows]
+        for group, (seen, blocks) in enumerate(zip(self.committed.blocks, self.host.blocks, strict=True)):
+            longest = int(counts[group].max(initial=0))
+            seen[rows, :longest] = blocks[rows, :longest]
+        self.committed.counts[:, rows] = counts
+        self._changed[:] = False
+
+    def holders(self) -> list[IntArray]:
+        """Return for each group [highest id + 1] int64: how many rows hold each block; NULL is nobody's."""
+        counts = self.committed.counts
+        return [
+            np.bincount(
+                np.concatenate(
+                    [NO_BLOCKS, *(self.committed.held(group, row) for row in np.flatnonzero(counts[group]).tolist())]
+                )
+            )
+            for group in range(self._num_groups)
+        ]
+
+    # The operations, named as the methods of BlockTable.
+
+    def _append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        where = np.asarray(rows, np.int64)
+        ids, sizes = self._ids(block_ids), self._sizes(counts, where.size)
+        for group in range(self._num_groups):
+            if ids[group].size:
+                self.host.extend(group, where, ids[group].astype(np.int32), sizes[group])
+        self._changed[where] = True
+
+    def _set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        self._clear_rows(rows)
+        self._append_rows(rows, block_ids, counts)
+
+    def _append_row(self, row: int, block_ids: Any) -> None:
+        ids = self._ids(block_ids)
+        self._append_rows([row], ids, [np.array([group_ids.size]) for group_ids in ids])
+
+    def _set_row(self, row: int, block_ids: Any) -> None:
+        self._clear_rows([row])
+        self._append_row(row, block_ids)
+
+    def _clear_rows(self, rows: Any) -> None:
+        where = np.asarray(rows, np.int64)
+        self.host.counts[:, where] = 0
+        self._changed[where] = True
+
+    def _clear_row(self, row: int) -> None:
+        self._clear_rows([row])
+
+    def _clear(self) -> None:
+        self._clear_rows(np.arange(self._num_rows))
+
+    def _truncate_rows(self, rows: Any, num_blocks: Any) -> None:
+        where = np.asarray(rows, np.int64)
+        kept = self._sizes(num_blocks, where.size)
+        self.host.counts[:, where] = np.minimum(self.host.counts[:, where], kept)
+        self._changed[where] = True
+
+    def _truncate_row(self, row: int, num_blocks: Any) -> None:
+        kept = np.broadcast_to(np.asarray(num_blocks, np.int64), (self._num_groups,))
+        self._truncate_rows([row], kept[:, None])
+
+    def _null_ranges(self, rows: Any, group: int, starts: Any, stops: Any) -> None:
+        where = np.asarray(rows, np.int64)
+        self.host.null(group, where, np.asarray(starts, np.int64), np.asarray(stops, np.int64))
+        self._changed[where] = True
+
+    def _null_range(self, row: int, group: int, start: int, stop: int) -> None:
+        self._null_ranges([row], group, [start], [stop])
+
+    def _permute_rows(self, src: Any, dst: Any) -> None:
+        source, target = np.asarray(src, np.int64), np.asarray(dst, np.int64)
+        counts = self.host.counts[:, source]
+        for group, blocks in enumerate(self.host.blocks):
+            longest = int(counts[group].max(initial=0))
+            blocks[target, :longest] = blocks[source, :longest]
+        self.host.counts[:, source] = 0
+        self.host.counts[:, target] = counts
+        self._changed[source] = True
+        self._changed[target] = True
+
+    def _move_row(self, src: int, dst: int) -> None:
+        if src != dst:
+            self._permute_rows([src], [dst])
+
+    def _swap_rows(self, a: int, b: int) -> None:
+        if a != b:
+            self._permute_rows([a, b], [b, a])
+
+    def _copy_row(self, src: int, dst: int) -> None:
+        for blocks in self.host.blocks:
+            blocks[dst] = blocks[src]
+        self.host.counts[:, dst] = self.host.counts[:, src]
+        self._changed[dst] = True
+
+    # Arguments, in the many forms that the contract allows (R8).
+
+    def _ids(self, block_ids: Any) -> list[IntArray]:
+        """One [n] array of ids for each group; nothing (None, []) in place of all groups is nothing for each."""
+        if block_ids is None or len(block_ids) == 0:
+            return [np.empty(0, np.int64)] * self._num_groups
+        is_flat = self._num_groups == 1 and not (block_ids[0] is None or hasattr(block_ids[0], "__len__"))
+        groups = [block_ids] if is_flat else block_ids
+        return [np.asarray([] if ids is None else ids, np.int64) for ids in groups]
+
+    def _sizes(self, counts: Any, num_rows: int) -> IntArray:
+        """[num_groups, num_rows] int64, from counts for all groups or for each."""
+        return np.broadcast_to(np.asarray(counts, np.int64), (self._num_groups, num_rows))

@@ -1,0 +1,40 @@
+"""vLLM's V1 block tables over ours: the same calls, the same effects, our kernels (docs/vllm.md).
+
+    from blocktable_vllm import drop_in
+    classes = drop_in(profile="0.25.1", mode="fast", backend="triton")
+    classes.MultiGroupBlockTable(...)
+
+`BLOCKTABLE_VLLM=1` puts them into an installed vLLM instead. torch is imported by `drop_in`, not before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blocktable_vllm.plugin import register
+from blocktable_vllm.settings import Settings, make_settings
+
+if TYPE_CHECKING:
+    from blocktable_vllm.dropin import DropIn
+
+__all__ = ["Settings", "drop_in", "make_settings", "register"]
+
+
+def drop_in(
+    profile: str | None = None, mode: str | None = None, backend: str | None = None, clean_tails: bool | None = None
+) -> DropIn:
+    """Return the classes `BlockTable` and `MultiGroupBlockTable`; the same ones for the same settings.
+
+    Args:
+        profile: "0.25.1" or "0.33.0". None: that of the vLLM that is loaded or installed.
+        mode: "fast" or "strict". None: BLOCKTABLE_VLLM_MODE, else "fast".
+        backend: name of the backend. None: BLOCKTABLE_VLLM_BACKEND, else "triton" on a GPU and "numpy" on the CPU.
+        clean_tails: whether a row's former blocks become NULL at once. None: BLOCKTABLE_VLLM_CLEAN_TAILS, else no.
+
+    Raises:
+        UnsupportedError: there is no such profile, or none is named and vLLM is not there.
+        ConfigError: a setting is impossible.
+    """
+    from blocktable_vllm.dropin import make_classes  # imports torch
+
+    return make_classes(make_settings(profile, mode, backend, clean_tails))
