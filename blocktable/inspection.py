@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from blocktable.config import BlockTableConfig
-from blocktable.constants import PAD_SLOT_ID
 from blocktable.errors import ArgumentError, BlockTableError
 from blocktable.host_path import HostPath
 from blocktable.protocols import Backend, BlockStore
@@ -59,8 +58,9 @@ def locate(config: BlockTableConfig, rows: HostPath, group: int, slot: int) -> S
     tokens, expansion = geometry.tokens_per_column, geometry.blocks_per_kv_block
     if geometry.slot_mode == "none":
         raise ArgumentError(f'group {group} has slot_mode="none": it has no slots.')
-    if not 0 <= slot < geometry.block_id_limit * geometry.block_size:
-        meaning = " (PAD_SLOT_ID, no slot)" if slot == PAD_SLOT_ID else ""
+    is_pad = slot == geometry.pad_slot_id
+    if is_pad or not 0 <= slot < geometry.block_id_limit * geometry.block_size:
+        meaning = " (pad_slot_id, no slot)" if is_pad else ""
         raise ArgumentError(f"slot {slot}{meaning} is outside the cache of group {group}.")
     kernel_block_id, offset = divmod(slot, tokens)
     found_rows, columns = np.nonzero(config.arena.view(rows.mirror, group) == kernel_block_id)

@@ -182,7 +182,7 @@ class RowOperations:
         self._rows.copy(source, target, vacate=True)
 
     def _one_row(self, name: str, row: Any) -> IntArray:
-        return np.array([row_index(name, row, self.config.max_num_reqs)])
+        return np.array([row_index(name, row, self.config.num_rows)])
 
     def _group_index(self, group: Any) -> int:
         index = int_scalar("group", group)

@@ -12,7 +12,6 @@ import numpy as np
 
 from blocktable.checks import ids_per_group, int_array, per_group_counts
 from blocktable.config import BlockTableConfig
-from blocktable.constants import NULL_BLOCK_ID
 from blocktable.errors import ArgumentError, ConfigError, DtypeError, RowCapacityError, RowIndexError
 from blocktable.protocols import IntArray, Writes, ranges
 
@@ -103,13 +102,14 @@ class NumpyRows:
         self.config = config
         self.arena = arena
         try:
-            self._mirror: IntArray = np.zeros(arena.size, np.int32)
-        except (MemoryError, ValueError) as error:
+            self._mirror: IntArray = arena.empty()
+        except (MemoryError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"The table does not fit the host's memory: {4 * arena.size} bytes for {arena.num_rows} rows of "
-                f"{arena.widths} columns; lower max_num_reqs or max_model_len."
+                f"{arena.widths} columns; lower max_num_reqs, max_num_rows or max_model_len."
             ) from error
         self.filled: IntArray = arena.view(self._mirror, -1)
+        self.committed_filled: IntArray = self.filled.copy()
         # Room for a step that appends to every row: a count and a range of columns for each cell.
         self.journal = self.journal_type(4 * arena.num_groups * arena.num_rows + 64)
         self.columns_per_block: IntArray = _column([group.blocks_per_kv_block for group in groups])
@@ -119,9 +119,14 @@ class NumpyRows:
         self._group_offsets = _column(arena.group_offsets)
         self._widths = _column(arena.widths)
         self._first_filled = _column([group * arena.num_rows for group in range(len(groups))])
-        self._lowest_ids = [0 if group.takes_null else 1 for group in groups]
+        self._null_ids = [group.null_block_id for group in groups]
+        self._fillers = _column(arena.fillers)
+        self._is_null_0 = not any(arena.fillers)
+        # Without an expansion a null that is handed in is its own filler.
+        self._expands_nulls = self._expands and any(group.allow_null for group in groups)
         self._id_limits = [group.block_id_limit for group in groups]
-        self._safe_ids = max(self._lowest_ids), min(self._id_limits) - 1
+        # Ids that no group refuses, whatever its null block is.
+        self._safe_ids = max(0, *(null + 1 for null in self._null_ids)), min(self._id_limits) - 1
         # What a steady commit may change (R9) is scattered in any case: sending everything may wait.
         cells = arena.num_groups * arena.num_rows
         steady = arena.num_rows * int(self.columns_per_block.sum()) + cells + sum(arena.widths)
@@ -152,8 +157,7 @@ class NumpyRows:
         if array.min() < 0 or array.max() >= self.arena.num_rows:
             wrong = array[(array < 0) | (array >= self.arena.num_rows)][0]
             raise RowIndexError(
-                f"{name}: row {wrong} is outside the table: rows go from 0 to {self.arena.num_rows - 1} "
-                "(max_num_reqs - 1)."
+                f"{name}: row {wrong} is outside the table: rows go from 0 to {self.arena.num_rows - 1}."
             )
         # Each row is stamped with the index of its last occurrence: distinct rows all read their own index back.
         own = self._indices[: array.size] if array.size <= self._indices.size else np.arange(array.size)
@@ -200,15 +204,17 @@ class NumpyRows:
         return cells
 
     def _refuse_ids(self, group: int, ids: IntArray) -> None:
-        lowest, limit = self._lowest_ids[group], self._id_limits[group]
-        wrong = np.flatnonzero((ids < lowest) | (ids >= limit))
+        null, limit, is_null = self._null_ids[group], self._id_limits[group], ids == self._null_ids[group]
+        is_wrong = (ids < 0) | (ids >= limit)
+        wrong = np.flatnonzero(is_wrong & ~is_null if self.config.groups[group].allow_null else is_wrong | is_null)
         if not wrong.size:
             return
         where, block_id = f"block_ids of group {group}, index {wrong[0]}", int(ids[wrong[0]])
-        if block_id == NULL_BLOCK_ID:
+        if block_id == null:
             raise ArgumentError(
-                f"{where}: block 0 is the NULL block, which is never allocated; set allow_null=True on the group if "
-                "the engine's allocator gives it out."
+                f"{where}: {null} is the group's null_block_id, which stands for no block; set allow_null=True on the "
+                "group if the engine hands it in as a hole"
+                + (", or null_block_id=-1 if its allocator gives block 0 out." if null == 0 else ".")
             )
         num_blocks, expansion = self.config.groups[group].num_blocks, int(self.columns_per_block[group, 0])
         reason = f"num_blocks {num_blocks}" if limit == num_blocks else f"2**31 // {expansion}"
@@ -278,7 +284,7 @@ class NumpyRows:
                 f"0 <= start <= stop <= {held[i]} (the blocks it holds) must hold."
             )
         first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
-        self._null(first + starts * expansion, (stops - starts) * expansion)
+        self._null(first + starts * expansion, (stops - starts) * expansion, self.arena.fillers[group])
 
     def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
         columns = self.mirror[self._first_filled + src].astype(np.int64)
@@ -292,16 +298,9 @@ class NumpyRows:
     def occupied_rows(self) -> IntArray:
         return np.flatnonzero(self.filled.any(0))
 
-    def pending_counts(self, start: int, stop: int) -> IntArray:
-        offsets, lengths = self.pending_ranges()
-        pending = np.zeros(self.arena.num_groups * self.arena.num_rows, np.bool_)
-        entries = ranges(offsets, lengths)
-        pending[entries[entries < pending.size]] = True
-        rows: IntArray = start + np.flatnonzero(self.arena.view(pending, -1)[:, start:stop].any(0))
-        return rows
-
     def invalidate(self) -> None:
         self.journal.clear()
+        self.committed_filled.fill(-1)
         self.journal.mark(np.zeros(1, np.int64), np.array([self.arena.size]))
 
     # A commit.
@@ -331,6 +330,7 @@ class NumpyRows:
 
     def committed(self) -> int:
         self.journal.clear()
+        self.committed_filled[...] = self.filled
         num_bytes, self._num_bytes = self._num_bytes, 0
         return num_bytes
 
@@ -349,8 +349,15 @@ class NumpyRows:
         """Expand manager ids, group after group, into kernel ids (R2)."""
         if not self._expands:
             return ids
-        expansion = np.repeat(self.columns_per_block.ravel(), blocks.sum(1))
-        return ranges(ids * expansion, expansion)
+        sizes = blocks.sum(1)
+        expansion = np.repeat(self.columns_per_block.ravel(), sizes)
+        kernel_ids = ranges(ids * expansion, expansion)
+        if self._expands_nulls:
+            is_null = np.repeat(ids == np.repeat(self._null_ids, sizes), expansion)
+            if is_null.any():
+                fillers = np.repeat(self._fillers.ravel(), sizes * self.columns_per_block.ravel())
+                kernel_ids[is_null] = fillers[is_null]
+        return kernel_ids
 
     def _replace(self, rows: IntArray, columns: IntArray, values: IntArray) -> None:
         cells = self._first_filled + rows
@@ -360,8 +367,11 @@ class NumpyRows:
         self.journal.mark(starts, columns)
         self._null(starts + columns, np.maximum(filled - columns, 0))
 
-    def _null(self, starts: IntArray, columns: IntArray) -> None:
-        self.mirror[_entries(starts, columns)] = NULL_BLOCK_ID
+    def _null(self, starts: IntArray, columns: IntArray, fillers: Any = None) -> None:
+        """Make `columns` entries from `starts` on NULL, [num_groups, n] each, or of one group, given its filler."""
+        if fillers is None:
+            fillers = 0 if self._is_null_0 else np.repeat(self._fillers.ravel(), columns.sum(1))
+        self.mirror[_entries(starts, columns)] = fillers
         self.journal.mark(starts, columns)
 
     def _set_filled(self, cells: IntArray, before: IntArray, after: IntArray) -> None:

@@ -8,15 +8,15 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from blocktable.batches import BatchChecks, PlannedExport, StepPlan, require_tokens
+from blocktable.batches import BatchChecks, PlannedExport, SeqLens, StepPlan, require_tokens
 from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
-from blocktable.errors import BlockTableError, ConfigError, DtypeError, UnsupportedError
-from blocktable.exports import Export, ExportSets, require_seq_lens
+from blocktable.errors import ConfigError, DtypeError, UnsupportedError
+from blocktable.exports import Export, ExportSets, check_capacity, check_groups, require_seq_lens
 from blocktable.host_path import make_rows
 from blocktable.inspection import SlotLocation, locate, verify
 from blocktable.layouts import Layout, find_layout
-from blocktable.metadata import Layouts, MetadataPlan, StepMetadata, layouts_per_group, make_metadata, make_plan
+from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, batch_of, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.protocols import (
     Array,
@@ -33,7 +33,7 @@ from blocktable.protocols import (
 from blocktable.registry import check_backend, get_backend
 from blocktable.row_operations import RowOperations
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
-from blocktable.views import BufferViews
+from blocktable.views import BufferViews, batch_key
 
 StepPath = Literal["auto", "separate", "fused"]
 
@@ -92,11 +92,12 @@ class BlockTable(RowOperations):
         self._rows = make_rows(config)
         self._is_invalid = False
         self.num_bytes_sent: int = 0
+        self._num_commits = 0  # with changes
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
         self._views = BufferViews(config, self.store)
         self._exports = ExportSets(config, self.backend, device, self.store)
-        self._metadata_plans: dict[tuple[Layout | None, ...], MetadataPlan] = {}
+        self._metadata = MetadataPlans(config)
         # Where the store lends memory for changes, the core packs them into it.
         self._lender: Any = self.store if hasattr(self.store, "lend") else None
         can_fuse = self._lender is not None and "fused_step" in self.backend.capabilities
@@ -183,6 +184,8 @@ class BlockTable(RowOperations):
         handle = self._stream(stream, idx_mapping)
         if batch.wants_tables:
             self.store.gather(batch, buffers, stream=handle)
+            views = self._views.of(buffers)
+            views.held, views.held_commits = batch_key(batch), self._num_commits
         return self._views.block_tables(buffers, batch)
 
     def compute_slot_mappings(
@@ -192,6 +195,7 @@ class BlockTable(RowOperations):
         positions: Array,
         *,
         num_tokens_padded: int | None = None,
+        groups: Sequence[int] | None = None,
         out: StepBuffers | Sequence[Array] | None = None,
         stream: Any = None,
     ) -> tuple[Array, ...]:
@@ -203,7 +207,9 @@ class BlockTable(RowOperations):
             idx_mapping: [num_reqs] int32. Batch index -> row; an entry outside the table is a dummy. None: identity.
             query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is the number of tokens.
             positions: [>= num_tokens] int64. Each token's index in its request, in any order.
-            num_tokens_padded: entries of the views to return. None: the whole buffer.
+            num_tokens_padded: entries of the views to return. None: `len(positions)`; of arrays given as `out` all.
+            groups: distinct groups: only theirs are written and returned, in this order, and cross-attention groups
+                among them have slots. None: all groups.
             out: a set of this table's buffers, or one array for each group: of the slot dtype, contiguous, at least
                 as long as `positions`. None: the table's own set.
             stream: what `stream_handle` takes. None: the current stream of the library that made `positions`.
@@ -212,21 +218,20 @@ class BlockTable(RowOperations):
             One [num_tokens_padded] of the slot dtype for each group. Valid until the next call that writes the set.
 
         Raises:
-            ArgumentError: `positions` or `num_tokens_padded` is longer than the buffer, or lengths disagree.
+            ArgumentError: `positions` or `num_tokens_padded` is longer than the buffer, lengths disagree, or `groups`
+                are not distinct ones of this table.
 
         Rules: R12-R17, R22.
         """
         require_tokens(query_start_loc, positions)
+        chosen = None if groups is None else check_groups(self.config, groups)
         batch = self._checks.batch(idx_mapping, query_start_loc, positions, None, None, None)
+        buffers = self._buffers(out) if isinstance(out, StepBuffers) or out is None else None
+        arrays, returned = self._checks.slot_outputs(batch, buffers, out, chosen, num_tokens_padded, self._views)
         handle = self._stream(stream, positions)
-        if isinstance(out, StepBuffers) or out is None:
-            buffers = self._buffers(out)
-            self._checks.num_tokens(batch.num_positions, num_tokens_padded)
-            self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=handle)
-            return self._views.slot_mappings(buffers, num_tokens_padded)
-        arrays = self._checks.slot_arrays(out, batch.num_positions, num_tokens_padded)
-        self.mapper.compute_slot_mappings(batch, arrays, stream=handle)
-        return arrays if num_tokens_padded is None else tuple(array[:num_tokens_padded] for array in arrays)
+        options: Any = {} if chosen is None else {"groups": chosen}  # what most calls of a mapper never see
+        self.mapper.compute_slot_mappings(batch, arrays, stream=handle, **options)
+        return returned
 
     def step(
         self,
@@ -240,7 +245,7 @@ class BlockTable(RowOperations):
         out: StepBuffers | None = None,
         stream: Any = None,
     ) -> Step:
-        """Do a whole step: commit, gather and compute_slot_mappings.
+        """Do a whole step: commit, gather and compute_slot_mappings of all groups.
 
         Args and errors: as those three. When an argument is refused nothing was committed.
 
@@ -264,7 +269,7 @@ class BlockTable(RowOperations):
         query_start_loc: Array,
         positions: Array,
         num_computed_tokens: Array | None,
-        seq_lens: Array | None,
+        seq_lens: SeqLens,
         sizes: tuple[Any, ...],
     ) -> StepPlan:
         """Check the arguments of a step.
@@ -274,13 +279,17 @@ class BlockTable(RowOperations):
         """
         num_reqs_padded, num_tokens_padded, out = sizes[:3]
         require_tokens(query_start_loc, positions)
+        first_lens = lengths_of(seq_lens, 0)
         batch = self._checks.batch(
-            *(idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, seq_lens),
+            *(idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, first_lens),
             will_commit=True,
         )
+        self._checks.seq_lens(seq_lens, batch.num_reqs)
         self._checks.num_tokens(batch.num_positions, num_tokens_padded)
         buffers = self._buffers(out)
-        return StepPlan(batch, buffers, self._views.step(buffers, batch, num_tokens_padded), sizes)
+        num_returned = batch.num_positions if num_tokens_padded is None else num_tokens_padded
+        step = self._views.step(buffers, batch, num_returned)
+        return StepPlan(batch, buffers, self._views.of(buffers), step, sizes, seq_lens)
 
     def _run(self, plan: StepPlan, stream: int | None) -> None:
         """Commit, and do the step of a plan."""
@@ -295,12 +304,17 @@ class BlockTable(RowOperations):
             self._lender.step(used, batch, buffers, stream=stream)
             if rows.journal.size:
                 self._is_invalid = False
-                self.num_bytes_sent += rows.committed()
+                num_bytes = rows.committed()
+                self.num_bytes_sent += num_bytes
+                self._num_commits += num_bytes > 0
+            if plan.held is not None:
+                plan.views.held, plan.views.held_commits = plan.held, self._num_commits
             return
         if rows.has_changes:
             self._commit(stream)
         if batch.wants_tables:
             self.store.gather(batch, buffers, stream=stream)
+            plan.views.held, plan.views.held_commits = plan.held, self._num_commits
         self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=stream)
 
     def create_buffers(self) -> StepBuffers:
@@ -332,8 +346,8 @@ class BlockTable(RowOperations):
         Rules: R25-R31.
         """
         self._require("exports", "create_export()")
-        found, chosen = find_layout(layout), self._exports.check_groups(groups)
-        self._refuse_capture(found, self._stream(None, None))
+        found, chosen = find_layout(layout), check_groups(self.config, groups)
+        self._exports.refuse_capture(found, self._stream(None, None))
         return self._exports.create(found, chosen, capacity)
 
     def export(
@@ -351,8 +365,9 @@ class BlockTable(RowOperations):
     ) -> Export:
         """Write the batch, as of the last commit, in the layout that an attention kernel reads. Modifies no row.
 
-        A layout of kind "table" that the batch table itself meets is that batch table: nothing is launched, and it
-        holds what the last `gather` or `step` wrote into the set.
+        A layout of kind "table" that the batch table itself meets is that batch table: nothing is launched, and the set
+        must hold this batch, as its last `gather` or `step` wrote it, with no commit of changes after that. Device
+        arrays are told apart by their addresses: one that was refilled in place since then is not seen.
 
         Args:
             layout: a layout, or the name of one of `LAYOUTS`.
@@ -374,17 +389,24 @@ class BlockTable(RowOperations):
             UnsupportedError: the backend does not declare `exports`.
             BlockTableError: the first export into a set that belongs to one of buffers, or host arrays, on a capturing
                 stream.
+            ArgumentError: the batch table is what was asked for, and it holds another batch; or the arrays are the
+                host's, and hold more entries than `capacity`, which device arrays count in `ExportBuffers.num_cut`.
             ArgumentError, ConfigError, DtypeError: a bad argument. Nothing was launched.
 
         Rules: R25-R31.
         """
         self._require("exports", "export()")
-        found, chosen = find_layout(layout), self._exports.check_groups(groups)
+        found, chosen = find_layout(layout), check_groups(self.config, groups)
         require_seq_lens(found, seq_lens)
         batch = self._checks.batch(idx_mapping, None, None, num_reqs, num_reqs_padded, num_computed_tokens, seq_lens)
         handle = self._stream(stream, seq_lens if idx_mapping is None else idx_mapping)
         planned = self._plan_export(found, chosen, batch, out, handle)
-        self._run_export(planned, batch, handle)
+        if planned.buffers is None:
+            buffers = self._buffers(out)  # type: ignore[arg-type]
+            self._views.require_held(buffers, batch, self._num_commits, found, chosen)
+        else:
+            check_capacity(self.config, self._rows.committed_filled, batch, planned.buffers)
+        self._run_export(planned, handle)
         return planned.result
 
     def _plan_export(
@@ -398,28 +420,28 @@ class BlockTable(RowOperations):
         """Say where an export goes; buffers that belong to a set are made at the first call."""
         if isinstance(out, ExportBuffers):
             self._exports.check_own(out, layout, groups)
-            return PlannedExport(layout, out, self._exports.view(out, batch.num_reqs_padded))
+            return PlannedExport(layout, batch, out, self._exports.view(out, batch.num_reqs_padded))
         buffers = self._buffers(out)
         if self._exports.is_batch_table(layout, groups):
             tables = self._views.block_tables(buffers, batch)
-            return PlannedExport(layout, None, self._exports.batch_tables(layout, groups, buffers, tables))
+            return PlannedExport(layout, batch, None, self._exports.batch_tables(layout, groups, buffers, tables))
         target = self._exports.find(layout, groups, buffers)
         if target is None:
-            self._refuse_capture(layout, stream)
+            self._exports.refuse_capture(layout, stream)
             target = self._exports.create(layout, groups, None)
             self._exports.keep(target, buffers)
-        return PlannedExport(layout, target, self._exports.view(target, batch.num_reqs_padded))
+        return PlannedExport(layout, batch, target, self._exports.view(target, batch.num_reqs_padded))
 
-    def _run_export(self, planned: PlannedExport, batch: Batch, stream: int | None) -> None:
+    def _run_export(self, planned: PlannedExport, stream: int | None) -> None:
         if planned.buffers is not None and planned.layout.kind != "placeholder":
-            self.store.export(planned.layout, batch, planned.buffers, stream=stream)  # type: ignore[attr-defined]
+            self.store.export(planned.layout, planned.batch, planned.buffers, stream=stream)  # type: ignore[attr-defined]
 
     def step_metadata(
         self,
         idx_mapping: Array | None,
         query_start_loc: Array,
         positions: Array,
-        seq_lens: Array,
+        seq_lens: Array | Sequence[Array],
         *,
         layouts: Layouts = None,
         max_query_len: int | None = None,
@@ -438,7 +460,9 @@ class BlockTable(RowOperations):
         Args:
             idx_mapping, query_start_loc, positions, num_reqs_padded, num_tokens_padded, num_computed_tokens, out,
                 stream: as `step`.
-            seq_lens: [num_reqs] int32. Tokens of each sequence, over all ranks, this step's included.
+            seq_lens: [num_reqs] int32. Tokens of each sequence, over all ranks, this step's included. Or a list of one
+                such array for each group: a cross-attention group counts the encoder's tokens. Groups that are given
+                the same array share their exports.
             layouts: what to export: one layout or name for all groups, or one for each; None: nothing.
             max_query_len, max_seq_len: handed on.
 
@@ -449,45 +473,31 @@ class BlockTable(RowOperations):
         """
         if seq_lens is None:
             raise DtypeError("seq_lens must be an int32 array of num_reqs entries, got None.")
-        chosen = layouts_per_group(self.config, layouts)
-        exports = self._metadata_plans.get(chosen)
-        if exports is None:
-            exports = self._metadata_plans[chosen] = make_plan(self.config, chosen)
+        plan = self._plan
+        exports, lens = self._metadata.plan(layouts, seq_lens, None if plan is None else plan.seq_lens)
         if exports.families:
             self._require("exports", "step_metadata() with layouts, or over ranks that share a group,")
         handle = self._stream(stream, positions)
         sizes = (num_reqs_padded, num_tokens_padded, out, exports)
-        plan = self._plan
-        if plan is None or not plan.serves(
-            idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens, sizes
-        ):
-            plan = self._make_plan(idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens, sizes)
+        if plan is None or not plan.serves(idx_mapping, query_start_loc, positions, num_computed_tokens, lens, sizes):
+            plan = self._make_plan(idx_mapping, query_start_loc, positions, num_computed_tokens, lens, sizes)
             plan.exports = tuple(
-                self._plan_export(family.layout, family.groups, plan.batch, out, handle) for family in exports.families
+                self._plan_export(family.layout, family.groups, batch_of(plan.batch, lens, family), out, handle)
+                for family in exports.families
             )
             self._plan = plan
         self._run(plan, handle)
         for planned in plan.exports:
-            self._run_export(planned, plan.batch, handle)
+            self._run_export(planned, handle)
         return make_metadata(
             exports,
             plan.step,
             [planned.result for planned in plan.exports],
             plan.batch,
-            config=self.config,
+            seq_lens=lens,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-
-    def _refuse_capture(self, layout: Layout, stream: int | None) -> None:
-        """Refuse to make buffers on a capturing stream, which shows by a write of nothing (R21)."""
-        try:
-            self.store.write(no_writes(self.config.arena), stream=stream)
-        except BlockTableError as error:
-            raise BlockTableError(
-                f"Buffers of layout {layout.name!r} cannot be made inside a capture: export once before it, or call "
-                "create_export() before it and pass its result as out=."
-            ) from error
 
     def warmup(self) -> None:
         """Compile and load everything a later step needs. Modifies no row and no set of buffers. Rules: R21."""
@@ -516,6 +526,7 @@ class BlockTable(RowOperations):
         """
         self._rows.invalidate()
         self._is_invalid = True
+        self._views.forget_batches()
 
     def _reset_invalid(self, stream: int | None) -> None:
         if self._is_invalid:
@@ -526,7 +537,9 @@ class BlockTable(RowOperations):
     def _end_commit(self) -> None:
         """Forget what the store has taken; until then it stays pending."""
         self._is_invalid = False
-        self.num_bytes_sent += self._rows.committed()
+        num_bytes = self._rows.committed()
+        self.num_bytes_sent += num_bytes
+        self._num_commits += num_bytes > 0
 
     def _stream(self, stream: Any, array: Array | None) -> int | None:
         if not self._has_streams:
@@ -584,13 +597,13 @@ class BlockTable(RowOperations):
 
     @property
     def num_blocks_per_row(self) -> IntArray:
-        """[num_groups, max_num_reqs] int32, read-only. Manager blocks that each row holds now, on the host."""
+        """[num_groups, num_rows] int32, read-only. Manager blocks that each row holds now, on the host."""
         blocks = (self._rows.filled // self._rows.columns_per_block).astype(np.int32)
         blocks.flags.writeable = False
         return blocks
 
     def host_table(self, group: int) -> IntArray:
-        """Return a group's rows on the host, [max_num_reqs, width] int32, as a read-only view that follows changes."""
+        """Return a group's rows on the host, [num_rows, width] int32, as a read-only view that follows changes."""
         view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
         view.flags.writeable = False
         return view
@@ -606,7 +619,7 @@ class BlockTable(RowOperations):
         return columns
 
     def device_table(self, group: int) -> Array:
-        """Return a group's rows on the device, [max_num_reqs, width] int32, without a copy; callers only read."""
+        """Return a group's rows on the device, [num_rows, width] int32, without a copy; callers only read."""
         return self.store.table(self._group_index(group))
 
     def verify(self) -> None:

@@ -44,11 +44,15 @@ own.
 
 "Block size" is `kernel_block_size`, what most of these kernels call page size. M is the width in columns, B the batch
 rows, S the state columns, N the kernel blocks of the cache, n the entries of all requests. "strict": contiguous with
-canonical strides; "rows": the entries of a row lie side by side, rows may be apart.
+canonical strides; "rows": the entries of a row lie side by side, rows may be apart. "null" is the entry of a place that
+holds no block: -1 where the consumer tests for it; "filler" where it reads entries past the length and only wants a
+valid address: the group's filler, or block 0 where that is -1 ([R25](spec.md#exports)). A group with `null_block_id=-1`
+therefore hands its raw batch table, which holds -1, to those alone who test for -1 or stop at the length, as torch's
+PagedAttention and nano-vllm do; vLLM's Triton kernel and FlashAttention 3 do not, and get a copy.
 """
 
 KIND_NOTES: dict[Kind, str] = {
-    "table": "the batch table itself, without a copy, where dtype, null and width are the table's (R26)",
+    "table": "the batch table itself, uncopied, where dtype, width and what stands for no block are the table's (R26)",
     "kv_offsets": "`entry_scale` and `value_offset` are the cache's (R29)",
     "csr": "with `indptr [B + 1]` and `last_page_lens [B]`, on the device (R27)",
     "token_csr": "a page is one token: indices are slots (R28)",
@@ -133,7 +137,7 @@ def row(layout: Layout) -> str:
         layout.block_rule,
         layout.width_rule,
         layout.contiguity,
-        str(layout.null),
+        "filler" if layout.null is None else str(layout.null),
         layout.source,
     )
     return f"| {' | '.join(cells)} |"

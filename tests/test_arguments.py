@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -143,3 +144,58 @@ def test_local_lengths_keep_a_small_dtype() -> None:
     assert (lengths.dtype, lengths.tolist()) == (np.dtype(np.uint8), [16, 3])
     with pytest.raises(bt.DtypeError):
         shard.local_lengths(np.array([1.5]))
+
+
+def map_one_token(table: bt.BlockTable, **options: Any) -> Any:
+    one = np.zeros(1, np.int32), np.array([0, 1], np.int32), np.zeros(1, np.int64)
+    return table.compute_slot_mappings(*one, **options)
+
+
+def test_an_output_of_another_dtype_is_told_which_to_allocate() -> None:
+    """Rules: R16, R17."""
+    with pytest.raises(bt.DtypeError, match=r'must be int64.*allocate it as int64, or make.*slot_dtype="int32"'):
+        map_one_token(make(), out=[np.zeros(4, np.int32)])
+    with pytest.raises(bt.DtypeError, match=r"allocate it as int64\.$"):
+        map_one_token(make(), out=[np.zeros(4, np.float32)])
+
+
+def num_steps() -> int:
+    gc.collect()
+    return sum(type(each) is bt.Step for each in gc.get_objects())
+
+
+def test_ten_thousand_token_counts_keep_a_bounded_number_of_steps() -> None:
+    """Rules: R17."""
+    table = make(max_num_batched_tokens=10_000)
+    inputs = np.zeros(1, np.int32), np.array([0, 1], np.int32), np.zeros(1, np.int64)
+    kept, before = table.step(*inputs, num_tokens_padded=7), num_steps()
+    for num_tokens in range(10_000):
+        table.step(*inputs, num_tokens_padded=num_tokens)
+        if num_tokens % 500 == 0:
+            assert table.step(*inputs, num_tokens_padded=7) is kept
+    assert num_steps() - before < 2_000
+
+
+def test_left_out_tokens_are_those_of_the_batch() -> None:
+    """Rules: R17."""
+    table = make()
+    table.set_row(0, [1])
+    step = table.step(np.zeros(1, np.int32), np.array([0, 2], np.int32), np.arange(3))
+    assert [slots.tolist() for slots in step.slot_mappings] == [[16, 17, -1]]
+    assert table.buffers.slot_mappings[0].tolist() == [16, 17, *[-1] * 14]
+
+
+def test_buffers_that_do_not_fit_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R1."""
+    table = make()
+
+    def no_memory() -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(table.store, "create_buffers", no_memory)
+    with pytest.raises(bt.ConfigError, match="max_num_batched_tokens"):
+        table.create_buffers()
+    with pytest.raises(bt.ConfigError, match="max_model_len"):
+        make(max_model_len=2**80)
+    with pytest.raises(bt.ConfigError, match="world_size"):
+        bt.ContextParallel(world_size=2**40)

@@ -41,9 +41,9 @@ def test_a_vector_that_differs_from_the_paper_is_not_written() -> None:
 
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "new.json").write_text('{"format": 3, "vectors": []}')
+    (tmp_path / "new.json").write_text('{"format": 4, "vectors": []}')
     monkeypatch.setattr(golden, "FOLDER", tmp_path)
-    with pytest.raises(ValueError, match="format 3"):
+    with pytest.raises(ValueError, match="format 4"):
         list(golden.load())
 
 
@@ -81,7 +81,7 @@ def record_of(oracle: OracleTable, group: int) -> tuple[np.ndarray, np.ndarray]:
 def filled_oracle(data: st.DataObject, config: BlockTableConfig) -> OracleTable:
     """Return an oracle whose rows hold drawn blocks, some of them nulled."""
     oracle = OracleTable(config)
-    rows = list(range(config.max_num_reqs))
+    rows = list(range(config.num_rows))
     oracle.set_rows(*(plain(arg) for arg in data.draw(bulk_calls(oracle, rows, replace=True, fit=True))))
     for group, held in enumerate(oracle.rows):
         for row, blocks in enumerate(held):
@@ -117,6 +117,6 @@ def test_the_checker_of_the_replay_equals_the_oracle(data: st.DataObject, config
         )
         assert slots.tolist() == [slot.value for slot in mappings[group]]
         narrow = expected_block_table(config, group, blocks, counts, handles, computed)
-        table = np.zeros((config.max_num_reqs, oracle.shapes[group].width), np.int32)
+        table = np.full((config.max_num_reqs, oracle.shapes[group].width), oracle.shapes[group].filler, np.int32)
         table[: narrow.shape[0], : narrow.shape[1]] = narrow
         assert table.tolist() == tables[group]

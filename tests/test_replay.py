@@ -150,7 +150,9 @@ class OffByOne(NumpyBackend):
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
-            def compute_slot_mappings(self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None) -> None:
+            def compute_slot_mappings(
+                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+            ) -> None:
                 super().compute_slot_mappings(batch, out, stream=stream)
                 for slots in out:
                     slots[slots >= 0] += 1
@@ -163,7 +165,9 @@ class NoPadding(NumpyBackend):
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
-            def compute_slot_mappings(self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None) -> None:
+            def compute_slot_mappings(
+                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+            ) -> None:
                 before = [slots.copy() for slots in out]
                 super().compute_slot_mappings(batch, out, stream=stream)
                 for slots, old in zip(out, before, strict=True):
@@ -177,7 +181,9 @@ class StaleTail(NumpyBackend):
 
     def create_block_store(self, config: bt.BlockTableConfig, device: Any = None) -> NumpyBlockStore:
         class Store(NumpyBlockStore):
-            def gather(self, batch: bt.Batch, out: bt.StepBuffers, *, stream: int | None) -> None:
+            def gather(
+                self, batch: bt.Batch, out: bt.StepBuffers, *, stream: int | None, groups: Sequence[int] | None = None
+            ) -> None:
                 before = [table.copy() for table in out.block_tables]
                 super().gather(batch, out, stream=stream)
                 for table, old in zip(out.block_tables, before, strict=True):
@@ -191,7 +197,7 @@ class LostWrite(NumpyBackend):
 
     def create_block_store(self, config: bt.BlockTableConfig, device: Any = None) -> NumpyBlockStore:
         class Store(NumpyBlockStore):
-            def write(self, writes: bt.Writes, *, stream: int | None) -> None:
+            def write(self, writes: bt.Writes, *, stream: int | None, groups: Sequence[int] | None = None) -> None:
                 if writes.offsets.size > 3:
                     kept = int(writes.lengths[:-1].sum())
                     writes = bt.Writes(writes.arena, writes.offsets[:-1], writes.lengths[:-1], writes.values[:kept])
@@ -205,7 +211,9 @@ class Raises(NumpyBackend):
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
-            def compute_slot_mappings(self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None) -> None:
+            def compute_slot_mappings(
+                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+            ) -> None:
                 raise RuntimeError("the launch failed")
 
         return Mapper(store)

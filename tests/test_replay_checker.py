@@ -19,7 +19,8 @@ from blocktable_replay.checker import (
 )
 from blocktable_replay.record import NULLED
 
-MODES: tuple[SlotMode, ...] = ("linear", "linear", "linear", "ring", "none")
+MODES: tuple[SlotMode, ...] = ("linear", "linear", "linear", "ring", "none", "cross")
+WINDOWS: dict[SlotMode, tuple[int | None, ...]] = {"linear": (None, 3, 17), "ring": (None, 3), "none": (None, 3)}
 NUM_ROWS = 5
 NUM_TOKENS = 40
 
@@ -37,12 +38,14 @@ def random_config(chance: random.Random) -> bt.BlockTableConfig:
             bt.KVCacheGroup(
                 block_size=block_size,
                 kernel_block_size=kernel_block_size,
-                sliding_window=chance.choice((None, 3, 17)),
+                sliding_window=chance.choice(WINDOWS.get(mode, (None,))),
                 slot_mode=mode,
                 sharded=None if mode == "linear" and (world_size == 1 or divides) else False,
                 allow_null=True,
                 null_is_pad=chance.random() < 0.3,
                 blocks_per_row=chance.choice((None, 6)),
+                null_block_id=chance.choice((0, 0, -1, 30)),
+                pad_slot_id=chance.choice((-1, -1, -8)),
             )
         )
     return bt.BlockTableConfig(
@@ -98,7 +101,7 @@ def test_the_checker_is_the_oracle(seed: int) -> None:
             got = expected_slots(*record, starts, positions, NUM_TOKENS)
             assert got.tolist() == [slot.value for slot in slots[group]]
             table = expected_block_table(*record, windows)
-            whole = np.zeros((NUM_ROWS, config.width(group)), np.int64)
+            whole = np.full((NUM_ROWS, config.width(group)), config.groups[group].filler, np.int64)
             whole[:num_reqs, : table.shape[1]] = table
             assert whole.tolist() == tables[group]
 

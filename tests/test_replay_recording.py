@@ -34,7 +34,10 @@ from blocktable_replay.rowmodel import RowModel
 from blocktable_replay.run import Replay
 
 CONFIG = bt.BlockTableConfig(
-    groups=[bt.KVCacheGroup(block_size=4), bt.KVCacheGroup(block_size=8, kernel_block_size=2, sliding_window=9)],
+    groups=[
+        bt.KVCacheGroup(block_size=4),
+        bt.KVCacheGroup(block_size=8, kernel_block_size=2, sliding_window=9, allow_null=True),
+    ],
     max_num_reqs=6,
     max_num_batched_tokens=24,
     max_model_len=64,
@@ -48,7 +51,9 @@ class Wrong(NumpyBackend):
         class Mapper(NumpySlotMapper):
             calls = 0
 
-            def compute_slot_mappings(self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None) -> None:
+            def compute_slot_mappings(
+                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+            ) -> None:
                 super().compute_slot_mappings(batch, out, stream=stream)
                 self.calls += 1
                 if self.calls == 10:

@@ -162,14 +162,42 @@ def test_groups_of_one_size_have_tables_of_their_own(subject: Subject) -> None:
 
 
 def test_a_ring_wraps_around_its_row(subject: Subject) -> None:
-    """Positions wrap at the eight tokens of two blocks; an empty ring row has no slots.
+    """Positions wrap at the eight tokens of two blocks, and of two tokens in one place the last has the slot.
 
-    Cases: G9. Rules: R13, R14.
+    An empty ring row has no slots. Cases: G9. Rules: R13, R14.
     """
     pair = make(subject, KVCacheGroup(block_size=4, slot_mode="ring"), rows=[[7, 9]])
-    expect_slots(one_request(pair, [0, 5, 8, 13]), [28, 37, 28, 37], "R14")
-    expect_slots(one_request(pair, [2**40 + 5, 2**63 - 1]), [37, 39], "R14")
+    expect_slots(one_request(pair, [0, 5, 8, 13]), [PAD, PAD, 28, 37], "R14")
+    expect_slots(one_request(pair, [6, 7, 8, 13]), [38, 39, 28, 37], "R14")
+    expect_slots(pair.step([0, 0], [0, 1, 2], [2**40 + 5, 2**63 - 1]), [37, 39], "R14")
     expect_slots(one_request(pair, [0, 1], row=1), [], "R14")
+
+
+def test_a_ring_keeps_its_window_whole(subject: Subject) -> None:
+    """The columns of a ring stand for no positions: a window takes none of them out, nor of a group without slots.
+
+    Cases: W1. Rules: R11, R14.
+    """
+    ring = KVCacheGroup(block_size=4, slot_mode="ring", blocks_per_row=2, sliding_window=5)
+    state = KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=2, sliding_window=5)
+    pair = make(subject, ring, state, rows=[[[5, 9], [3, 4]]])
+    seen = one_request(pair, [9], num_computed_tokens=[9])
+    expect_table(seen.block_tables[0], [[5, 9]], "R11")
+    expect_table(seen.block_tables[1], [[3, 4]], "R11")
+    expect_slots(seen, [21], "R14")
+
+
+def test_a_step_longer_than_its_ring(subject: Subject) -> None:
+    """Twelve tokens in a ring of eight: the first four are PAD, the last of each place has the slot.
+
+    Cases: W4. Rules: R14.
+    """
+    ring = KVCacheGroup(block_size=4, slot_mode="ring", blocks_per_row=2)
+    pair = make(subject, ring, rows=[[5, 9], [2, 7]])
+    expect_slots(one_request(pair, range(12)), [*[PAD] * 4, 36, 37, 38, 39, 20, 21, 22, 23], "R14")
+    seen = pair.step([1, 0], [0, 9, 12], [*range(9), 0, 1, 2])
+    expect_slots(seen, [PAD, *range(9, 12), *range(28, 32), 8, 20, 21, 22], "R14")
+    expect_slots(one_request(pair, [3, 11, -(2**63)]), [23, 23, PAD], "R14")
 
 
 def test_a_ring_of_kernel_blocks(subject: Subject) -> None:
@@ -179,7 +207,7 @@ def test_a_ring_of_kernel_blocks(subject: Subject) -> None:
     """
     group = KVCacheGroup(block_size=4, kernel_block_size=2, slot_mode="ring", blocks_per_row=3)
     pair = make(subject, group, rows=[[7, 9]])
-    expect_slots(one_request(pair, [0, 3, 4, 7, 8, 11]), [28, 31, 36, 39, 28, 31], "R14")
+    expect_slots(one_request(pair, [0, 3, 4, 7, 8, 11]), [PAD, PAD, 36, 39, 28, 31], "R14")
 
 
 def test_a_group_without_slots(subject: Subject) -> None:

@@ -20,6 +20,7 @@ from blocktable_conformance.strategies import (
     configs,
     distinct_rows,
     integers_as_given,
+    named_groups,
     row_ids,
 )
 from blocktable_conformance.subject import Subject
@@ -43,7 +44,7 @@ class TableHistory(RuleBasedStateMachine):
         self.pair = Pair(self.subject, config)
         self.config = config
         self.shapes = self.pair.oracle.shapes
-        self.num_rows = config.max_num_reqs
+        self.num_rows = config.num_rows
         self.batch: BatchDraw | None = None
         if not is_empty:
             rows = list(range(self.num_rows))
@@ -200,6 +201,7 @@ class TableHistory(RuleBasedStateMachine):
             batch.idx_mapping,
             batch.query_start_loc,
             batch.positions,
+            groups=data.draw(named_groups(len(self.shapes))),
             num_tokens_padded=batch.num_tokens_padded,
             outputs=self._set(data),
         )

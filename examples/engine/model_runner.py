@@ -45,7 +45,7 @@ class Rank:
         self.tensors: dict[int, tuple[Any, Tensor]] = {}
         # State layers read their blocks as a layout of their own, here with entries that index a tensor as they are.
         columns, layout = config.groups[STATE].blocks_per_row or 1, bt.LAYOUTS["speculative_state"]
-        self.states = replace(layout, dtype="int64", null=bt.NULL_BLOCK_ID, num_columns=columns)
+        self.states = replace(layout, dtype="int64", null=None, num_columns=columns)
         self.state_buffers = self.table.create_export(self.states, STATE)
         self.state_blocks = torch.empty(0)  # [num_reqs, columns] int64
         for group in (config.groups[kind] for kind in model.config.layers):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from blocktable import PAD_SLOT_ID, BlockTableConfig, IntArray
+from blocktable import BlockTableConfig, IntArray, KVCacheGroup
 
 MAX_NAMED = 5
 """Mismatches of one buffer in one step that are named; all are counted."""
@@ -99,12 +99,13 @@ def expected_slots(
     Rules: R12, R13, R14, R15.
     """
     geometry = config.groups[group]
-    slots = np.full(size, PAD_SLOT_ID, np.int64)
+    slots = np.full(size, geometry.pad_slot_id, np.int64)
     last = min(int(query_start_loc[-1]), positions.size, size)
     first = max(int(query_start_loc[0]), 0)
-    if geometry.slot_mode == "none" or last <= first:
+    if geometry.slot_mode in ("none", "cross") or last <= first:
         return slots
-    lengths = np.diff(np.clip(query_start_loc, first, last))
+    starts = np.clip(query_start_loc, first, last)
+    lengths = np.diff(starts)
     handle = np.repeat(handles, lengths).astype(np.int64, copy=False)
     position = positions[first:last]
     has_line = (handle >= 0) & (handle < counts.size)
@@ -113,20 +114,25 @@ def expected_slots(
     is_written = position >= 0
     if geometry.slot_mode == "ring":
         index = position % np.maximum(num_tokens, 1)
+        # Of tokens that share a place the last one of the call is written.
+        last_position = np.repeat(positions[np.maximum(starts[1:] - 1, 0)], lengths)
+        is_written &= np.maximum(last_position, 0) - np.maximum(position, 0) < num_tokens
     else:
         index, is_owner = local_index(config, group, np.maximum(position, 0))
         is_written &= is_owner
     is_written &= index < num_tokens
     place = np.where(is_written, index // geometry.block_size, 0)
     block = blocks[line, place].astype(np.int64)
-    # A block that the engine handed in stands whole, kernel block after kernel block; of one given up every kernel
-    # block is block 0.
+    # A block stands whole, kernel block after kernel block; of a null, handed in or given up, each is the filler.
+    is_null = (block < 0) | (block == geometry.null_block_id)
     slot = np.where(
-        block >= 0, block * geometry.block_size + index % geometry.block_size, index % geometry.tokens_per_column
+        is_null,
+        geometry.filler * geometry.tokens_per_column + index % geometry.tokens_per_column,
+        block * geometry.block_size + index % geometry.block_size,
     )
-    if geometry.null_is_pad:
-        is_written &= block > 0
-    slots[first:last] = np.where(is_written, slot, PAD_SLOT_ID)
+    if geometry.null_is_pad or geometry.null_block_id < 0:
+        is_written &= ~is_null
+    slots[first:last] = np.where(is_written, slot, geometry.pad_slot_id)
     return slots
 
 
@@ -155,24 +161,22 @@ def expected_block_table(
     num_blocks = np.where(has_line, counts[line], 0)
     longest = int(num_blocks.max(initial=0))
     expansion = geometry.blocks_per_kv_block
-    table = np.zeros((handles.size, longest * expansion), np.int32)
+    table = np.full((handles.size, longest * expansion), geometry.filler, np.int32)
     # Row by row: one request may be many times longer than the others, and cost should follow what rows hold.
     for row, (held, count) in enumerate(zip(line.tolist(), num_blocks.tolist(), strict=True)):
-        _expand(blocks[held, :count], expansion, table[row, : count * expansion])
-    if geometry.sliding_window is not None and num_computed_tokens is not None:
+        _expand(blocks[held, :count], geometry, table[row, : count * expansion])
+    if geometry.cut_window is not None and num_computed_tokens is not None:
         left = _columns_left_behind(config, group, num_computed_tokens.astype(np.int64))
         if left.any():
-            table = np.where(np.arange(table.shape[1]) < left[:, None], 0, table)
+            table = np.where(np.arange(table.shape[1]) < left[:, None], np.int32(geometry.filler), table)
     return table
 
 
-def _expand(blocks: IntArray, expansion: int, columns: IntArray) -> None:
-    """Write the kernel blocks of manager blocks; of one given up every kernel block is NULL (R2, R5)."""
-    if expansion == 1:
-        np.maximum(blocks, 0, out=columns)
-        return
+def _expand(blocks: IntArray, geometry: KVCacheGroup, columns: IntArray) -> None:
+    """Write the kernel blocks of manager blocks; of a null, handed in or given up, each is the filler (R2, R5, R7)."""
+    expansion = geometry.blocks_per_kv_block
     kernel_blocks = blocks[:, None] * np.int32(expansion) + np.arange(expansion, dtype=np.int32)
-    kernel_blocks[blocks < 0] = 0
+    kernel_blocks[(blocks < 0) | (blocks == geometry.null_block_id)] = geometry.filler
     columns[:] = kernel_blocks.ravel()
 
 

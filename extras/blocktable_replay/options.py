@@ -73,6 +73,8 @@ class ReplayOptions:
         )
 
     def _sized(self, group: KVCacheGroup) -> KVCacheGroup:
+        if group.sliding_window is not None:  # requests begin with holes where a window has let cached blocks go
+            group = dataclasses.replace(group, allow_null=True)
         if group.num_blocks is not None:
             return group
         num_blocks = self.num_blocks

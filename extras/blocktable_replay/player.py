@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import IntArray
-from blocktable_replay.btrace import Foreign, Frame, Recording
+from blocktable_replay.btrace import Foreign, Frame, Recording, RecordingError
 from blocktable_replay.checker import BatchNames, ExpectedStep, expected_block_table, expected_slots
 from blocktable_replay.lane import Inputs, Lane, Target
 from blocktable_replay.progress import Progress
@@ -208,7 +208,9 @@ def _target(call: Call) -> Target:
         idx_mapping, num_reqs_padded, num_reqs, computed, out = values
         return Target(Inputs(idx_mapping, None, None, computed), num_reqs_padded, None, out, True, False, num_reqs)
     if call.name == "compute_slot_mappings":
-        idx_mapping, starts, positions, num_tokens_padded, out = values
+        idx_mapping, starts, positions, num_tokens_padded, groups, out = values
+        if groups is not None:
+            raise RecordingError("The recording maps the slots of chosen groups, which `blocktable replay` cannot run.")
         sizes = out.tolist() if isinstance(out, np.ndarray) else out
         return Target(Inputs(idx_mapping, starts, positions, None), None, num_tokens_padded, sizes, False, True)
     idx_mapping, starts, positions, num_reqs_padded, num_tokens_padded, computed, out = values

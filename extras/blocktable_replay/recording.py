@@ -283,10 +283,9 @@ def _manager_blocks(
     ids, gaps = [], []
     for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
         columns = table.host_row(group, row).reshape(count, expansion)
-        # A NULL block that was handed in stands as 0 .. expansion - 1; with one column the two are the same.
-        is_null = ~columns.any(1)
+        is_null = (columns == geometry.filler).all(1)
         edges = np.flatnonzero(np.diff(np.concatenate(([False], is_null, [False]))))
         gaps += [(row, int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
-        placeholder = 0 if geometry.takes_null else 1
+        placeholder = 1 if geometry.null_block_id == 0 else 0
         ids.append(np.where(is_null, placeholder, columns[:, 0] // expansion))
     return np.concatenate(ids).astype(np.int32), gaps

@@ -52,7 +52,7 @@ def table_config(sizes: Sizes) -> bt.BlockTableConfig:
     return bt.BlockTableConfig(
         groups=[
             bt.KVCacheGroup(block_size=32, kernel_block_size=16, num_blocks=sizes.num_blocks // 2),
-            bt.KVCacheGroup(block_size=16, num_blocks=sizes.num_blocks, sliding_window=20),
+            bt.KVCacheGroup(block_size=16, num_blocks=sizes.num_blocks, sliding_window=20, allow_null=True),
         ],
         max_num_reqs=sizes.num_rows + 2,
         max_num_batched_tokens=sizes.num_tokens,

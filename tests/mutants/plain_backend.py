@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, PROTOCOL_VERSION, Batch, BlockTableConfig, StepBuffers, Writes
+from blocktable import PROTOCOL_VERSION, Batch, BlockTableConfig, StepBuffers, Writes
 
 
 class PlainStore:
     def __init__(self, config: BlockTableConfig) -> None:
         self.config = config
-        self.arena = np.zeros(config.arena.size, np.int32)
-        self.num_rows = config.max_num_reqs
+        self.arena = config.arena.empty()
+        self.num_rows = config.max_num_reqs  # of a batch
 
     def table(self, group: int) -> Any:
         return self.config.arena.view(self.arena, group)
@@ -33,27 +33,32 @@ class PlainStore:
     # step: buffers
 
     def create_buffers(self) -> StepBuffers:
-        tables = tuple(np.zeros(self.table(group).shape, np.int32) for group in range(len(self.config.groups)))
-        slots = tuple(self.slot_buffer() for _ in self.config.groups)
+        widths = enumerate(self.config.arena.widths)
+        tables = tuple(np.full((self.num_rows, width), self.filler(group), np.int32) for group, width in widths)
+        slots = tuple(self.slot_buffer(group) for group in range(len(self.config.groups)))
         return StepBuffers(tables, slots)
 
-    def slot_buffer(self) -> Any:
-        return np.full(self.config.max_num_batched_tokens, PAD_SLOT_ID, self.config.slot_dtype)
+    def filler(self, group: int) -> int:
+        return self.config.groups[group].filler
+
+    def slot_buffer(self, group: int) -> Any:
+        pad = self.config.groups[group].pad_slot_id
+        return np.full(self.config.max_num_batched_tokens, pad, self.config.slot_dtype)
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
-        for table, slots in zip(out.block_tables, out.slot_mappings, strict=True):
-            table[:] = NULL_BLOCK_ID
-            slots[:] = PAD_SLOT_ID
+        for group, (table, slots) in enumerate(zip(out.block_tables, out.slot_mappings, strict=True)):
+            table[:] = self.filler(group)
+            slots[:] = self.config.groups[group].pad_slot_id
 
     # step: gather
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         for group, table in enumerate(out.block_tables):
             for i in range(self.num_rows):
-                self.store_batch_row(table, i, self.batch_row(group, batch, i), batch)
+                self.store_batch_row(group, table, i, self.batch_row(group, batch, i), batch)
 
-    def store_batch_row(self, table: Any, i: int, columns: list[int], batch: Batch) -> None:
-        table[i] = NULL_BLOCK_ID
+    def store_batch_row(self, group: int, table: Any, i: int, columns: list[int], batch: Batch) -> None:
+        table[i] = self.filler(group)
         table[i, : len(columns)] = columns
 
     def batch_row(self, group: int, batch: Batch, i: int) -> list[int]:
@@ -62,7 +67,7 @@ class PlainStore:
             return []
         columns: list[int] = self.table(group)[row, : self.num_columns(group, row)].tolist()
         passed = min(self.passed_columns(group, batch, i), len(columns))
-        return [NULL_BLOCK_ID] * passed + columns[passed:]
+        return [self.filler(group)] * passed + columns[passed:]
 
     def row_of(self, batch: Batch, i: int) -> int | None:
         if i >= batch.num_reqs:
@@ -71,16 +76,20 @@ class PlainStore:
         return row if self.is_row(row) else None
 
     def is_row(self, row: int) -> bool:
-        return 0 <= row < self.num_rows
+        return 0 <= row < self.config.num_rows
+
+    def is_missing(self, group: int, block_id: int) -> bool:
+        geometry = self.config.groups[group]
+        return 0 <= block_id - geometry.null_start < geometry.blocks_per_kv_block
 
     def num_columns(self, group: int, row: int) -> int:
         return int(self.table(-1)[group, row])
 
     def passed_columns(self, group: int, batch: Batch, i: int) -> int:
         geometry = self.config.groups[group]
-        if geometry.sliding_window is None or batch.num_computed_tokens is None:
+        if geometry.cut_window is None or batch.num_computed_tokens is None:
             return 0
-        lo = max(0, self.first_token(int(batch.num_computed_tokens[i]), geometry.sliding_window))
+        lo = max(0, self.first_token(int(batch.num_computed_tokens[i]), geometry.cut_window))
         return self.local_length(group, lo) // geometry.tokens_per_column
 
     def first_token(self, num_computed_tokens: int, window: int) -> int:
@@ -96,37 +105,57 @@ class PlainMapper:
         self.store = store
         self.config = store.config
 
-    def compute_slot_mappings(self, batch: Batch, out: Sequence[Any], *, stream: int | None) -> None:
-        for group, slots in enumerate(out):
+    def compute_slot_mappings(
+        self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+    ) -> None:
+        for group, slots in zip(range(len(out)) if groups is None else groups, out, strict=True):
             num_tokens = self.num_tokens(batch, slots)
+            is_left_out = groups is None and self.config.groups[group].slot_mode == "cross"
             for token in range(num_tokens):
-                slots[token] = self.slot(group, batch, token)
-            self.pad(slots, num_tokens)
+                slots[token] = self.pad_of(group) if is_left_out else self.slot(group, batch, token, num_tokens)
+            self.pad(group, slots, num_tokens)
+
+    def pad_of(self, group: int) -> int:
+        return self.config.groups[group].pad_slot_id
 
     def num_tokens(self, batch: Batch, slots: Any) -> int:
         assert batch.query_start_loc is not None
         assert batch.positions is not None
         return max(0, min(int(batch.query_start_loc[-1]), len(batch.positions), len(slots)))
 
-    def pad(self, slots: Any, num_tokens: int) -> None:
-        slots[num_tokens:] = PAD_SLOT_ID
+    def pad(self, group: int, slots: Any, num_tokens: int) -> None:
+        slots[num_tokens:] = self.pad_of(group)
 
-    def slot(self, group: int, batch: Batch, token: int) -> int:
+    def slot(self, group: int, batch: Batch, token: int, num_tokens: int) -> int:
         assert batch.positions is not None
         request = self.request_of(batch, token)
         row = None if request is None else self.store.row_of(batch, request)
         position = int(batch.positions[token])
         if row is None or self.config.groups[group].slot_mode == "none" or not self.is_position(position):
-            return PAD_SLOT_ID
+            return self.pad_of(group)
+        if self.is_overwritten(group, row, position, self.last_position(batch, request, num_tokens)):
+            return self.pad_of(group)
         local = self.local_index(group, row, position)
         if local is None:
-            return PAD_SLOT_ID
+            return self.pad_of(group)
         size = self.config.groups[group].tokens_per_column
         column = local // size
         if not self.is_filled(group, row, column):
-            return PAD_SLOT_ID
+            return self.pad_of(group)
         block_id = self.block_id(group, row, column)
-        return PAD_SLOT_ID if self.is_null(group, block_id) else self.product(block_id, size) + local % size
+        return self.pad_of(group) if self.is_null(group, block_id) else self.product(block_id, size) + local % size
+
+    def last_position(self, batch: Batch, request: int | None, num_tokens: int) -> int:
+        assert batch.query_start_loc is not None
+        assert batch.positions is not None
+        assert request is not None
+        end = min(int(batch.query_start_loc[request + 1]), num_tokens)
+        return int(batch.positions[max(end, 1) - 1])
+
+    def is_overwritten(self, group: int, row: int, position: int, last_position: int) -> bool:
+        """Say whether a later token of a ring has this one's place."""
+        size = self.ring_columns(group, row) * self.config.groups[group].tokens_per_column
+        return self.config.groups[group].slot_mode == "ring" and position <= last_position - size
 
     def request_of(self, batch: Batch, token: int) -> int | None:
         assert batch.query_start_loc is not None
@@ -165,7 +194,7 @@ class PlainMapper:
 
     def is_null(self, group: int, block_id: int) -> bool:
         geometry = self.config.groups[group]
-        return geometry.null_is_pad and block_id < geometry.blocks_per_kv_block
+        return self.store.is_missing(group, block_id) and (geometry.null_is_pad or block_id < 0)
 
     def product(self, block_id: int, size: int) -> int:
         return block_id * size

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from plain_backend import PlainBackend, PlainStore
 
-from blocktable import NULL_BLOCK_ID, Batch, ExportBuffers, Layout
+from blocktable import Batch, ExportBuffers, Layout
+from blocktable.device.emulation import DeviceArray
 
 
 class ExportStore(PlainStore):
@@ -23,11 +25,12 @@ class ExportStore(PlainStore):
                     self.write_row(batch, out, member, i)
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
-        for array in (out.indptr, out.last_page_lens, out.lengths, out.counts):
+        for array in (out.indptr, out.last_page_lens, out.lengths, out.counts, out.num_cut):
             if array is not None:
                 array[:] = 0
         if out.entries is not None:
-            out.entries[:] = out.layout.null
+            for entries, fill in zip(out.entries, out.fills, strict=True):
+                entries[:] = fill
 
     # step: what a request exports
 
@@ -71,7 +74,9 @@ class ExportStore(PlainStore):
         self.write_lengths(batch, out)
         start = 0
         for i in range(self.num_rows):
-            count = min(self.count(batch, out, i), self.room(out) - start)
+            wanted = self.count(batch, out, i)
+            count = min(wanted, self.room(out) - start)
+            out.num_cut[0] = min(int(out.num_cut[0]) + wanted - count, 2**31 - 1)  # type: ignore[index]
             self.store_start(batch, out, i, start, count)
             out.last_page_lens[i] = self.last_page_len(int(out.lengths[i]), count, self.page_size(out))  # type: ignore[index]
             for member, group in enumerate(out.groups):
@@ -89,16 +94,20 @@ class ExportStore(PlainStore):
         out.indptr[i] = start  # type: ignore[index]
 
     def clear_indices(self, out: ExportBuffers, total: int) -> None:
-        out.entries[:, total:] = NULL_BLOCK_ID  # type: ignore[index]
+        for entries, fill in zip(out.entries, out.fills, strict=True):  # type: ignore[arg-type]
+            entries[total:] = fill
 
     def last_page_len(self, length: int, count: int, page: int) -> int:
         return min(page, length - (count - 1) * page) if count else 0
 
     def indices(self, out: ExportBuffers, group: int, batch: Batch, i: int, count: int) -> list[int]:
-        if out.layout.kind == "csr":
-            return self.entries(group, batch, i, count)
         tokens = self.block_tokens(out)
-        blocks = self.entries(group, batch, i, -(-count // tokens))
+        is_by_block = out.layout.kind == "csr"
+        found = self.entries(group, batch, i, count if is_by_block else -(-count // tokens))
+        valid = max(self.filler(group), 0)
+        blocks = [valid if self.is_missing(group, block_id) else block_id for block_id in found]
+        if is_by_block:
+            return blocks
         return [self.slot(blocks[local // tokens], local % tokens, tokens) for local in range(count)]
 
     def slot(self, block_id: int, offset: int, tokens: int) -> int:
@@ -117,26 +126,26 @@ class ExportStore(PlainStore):
             self.map_row(group, out, row, self.entries(group, batch, i, self.count(batch, out, i)))
             return
         found = self.entries(group, batch, i, self.num_exported_columns(batch, out, i))
-        values = [self.table_entry(group, out.layout, block_id) for block_id in found]
-        self.clear_table(out, row)
+        values = [self.table_entry(group, out, block_id) for block_id in found]
+        self.clear_table(out, member, row)
         if out.layout.kind == "kv_offsets":
             row[0, : len(values)] = values
             row[1, : len(values)] = [self.value_entry(out.layout, value) for value in values]
         else:
             row[: len(values)] = values
 
-    def clear_table(self, out: ExportBuffers, row: Any) -> None:
-        row[:] = out.layout.null
+    def clear_table(self, out: ExportBuffers, member: int, row: Any) -> None:
+        row[:] = out.fills[member]
 
-    def table_entry(self, group: int, layout: Layout, block_id: int) -> int:
-        is_missing = layout.null != 0 and block_id < self.config.groups[group].blocks_per_kv_block
-        return layout.null if is_missing else block_id * layout.entry_scale
+    def table_entry(self, group: int, out: ExportBuffers, block_id: int) -> int:
+        fill = out.fills[out.groups.index(group)]
+        return fill if self.is_missing(group, block_id) else block_id * out.layout.entry_scale
 
     def value_entry(self, layout: Layout, key_entry: int) -> int:
         return key_entry + layout.value_offset
 
     def clear_map(self, out: ExportBuffers, row: Any) -> None:
-        row[:] = out.layout.null
+        row[:] = -1
 
     def map_row(self, group: int, out: ExportBuffers, row: Any, blocks: list[int]) -> None:
         for column, block_id in enumerate(blocks):
@@ -144,7 +153,7 @@ class ExportStore(PlainStore):
                 row[block_id] = column
 
     def is_mapped(self, group: int, block_id: int) -> bool:
-        return block_id >= self.config.groups[group].blocks_per_kv_block
+        return not self.is_missing(group, block_id)
 
     # step: states
 
@@ -154,16 +163,16 @@ class ExportStore(PlainStore):
         for member, group in enumerate(out.groups):
             for i in range(self.num_rows):
                 for j in range(out.layout.num_columns):
-                    states[member, i, j] = self.state(group, batch, out.layout, i, j)
+                    states[member, i, j] = self.state(group, batch, out, i, j)
 
-    def state(self, group: int, batch: Batch, layout: Layout, i: int, place: int) -> int:
-        row = self.row_of(batch, i)
+    def state(self, group: int, batch: Batch, out: ExportBuffers, i: int, place: int) -> int:
+        row, fill = self.row_of(batch, i), out.fills[out.groups.index(group)]
         if row is None:
-            return layout.null
+            return fill
         filled = self.num_columns(group, row)
-        column = self.first_state(group, batch, layout, i, filled) + place
-        block_id = int(self.table(group)[row, column]) if column < filled else NULL_BLOCK_ID
-        return layout.null if block_id == NULL_BLOCK_ID else block_id
+        column = self.first_state(group, batch, out.layout, i, filled) + place
+        block_id = int(self.table(group)[row, column]) if column < filled else self.filler(group)
+        return fill if self.is_missing(group, block_id) else block_id
 
     def first_state(self, group: int, batch: Batch, layout: Layout, i: int, filled: int) -> int:
         if layout.state_columns == "last":
@@ -178,6 +187,14 @@ class ExportStore(PlainStore):
 
 
 class PlainExportBackend(PlainBackend):
+    """Its arrays are a device's, whose contents the core does not see: what a capacity cuts is left to the kernels."""
+
     name = "plain-exports"
     capabilities = PlainBackend.capabilities | {"exports"}
     store_class: type[PlainStore] = ExportStore
+
+    def from_host(self, array: Any, device: Any = None) -> Any:
+        return np.array(array).view(DeviceArray)
+
+    def to_host(self, array: Any) -> Any:
+        return np.array(array, subok=False)

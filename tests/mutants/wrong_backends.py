@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ def _mutant(
 
 
 class _OffByOne(PlainMapper):
-    def slot(self, group: int, batch: Batch, token: int) -> int:
-        right = super().slot(group, batch, token)
+    def slot(self, group: int, batch: Batch, token: int, num_tokens: int) -> int:
+        right = super().slot(group, batch, token, num_tokens)
         return right - 1 if right > 0 else right
 
 
@@ -43,14 +44,17 @@ class _PaddedCount(PlainMapper):
 
 
 class _StaleSlots(PlainMapper):
-    def pad(self, slots: Any, num_tokens: int) -> None:
+    def pad(self, group: int, slots: Any, num_tokens: int) -> None:
         """Leaves what an earlier step wrote."""
 
 
 class _PadsToTheLaunchedCount(PlainMapper):
-    def compute_slot_mappings(self, batch: Batch, out: Any, *, stream: int | None) -> None:
+    def compute_slot_mappings(
+        self, batch: Batch, out: Any, *, stream: int | None, groups: Sequence[int] | None = None
+    ) -> None:
         assert batch.positions is not None
-        super().compute_slot_mappings(batch, [slots[: len(batch.positions)] for slots in out], stream=stream)
+        short = [slots[: len(batch.positions)] for slots in out]
+        super().compute_slot_mappings(batch, short, stream=stream, groups=groups)
 
 
 class _RankIgnored(PlainMapper):
@@ -112,9 +116,34 @@ class _NullIsNeverPad(PlainMapper):
         return False
 
 
-class _NullIsOneKernelBlock(PlainMapper):
+class _HolesHaveSlots(PlainMapper):
+    """Where there is no null block too: a slot below 0."""
+
     def is_null(self, group: int, block_id: int) -> bool:
-        return self.config.groups[group].null_is_pad and block_id == 0
+        return self.config.groups[group].null_is_pad and self.store.is_missing(group, block_id)
+
+
+class _BlockZeroIsNull(PlainMapper):
+    def is_null(self, group: int, block_id: int) -> bool:
+        return self.config.groups[group].null_is_pad and block_id < self.config.groups[group].blocks_per_kv_block
+
+
+class _PadIsMinusOne(PlainMapper):
+    def pad_of(self, group: int) -> int:
+        return -1
+
+
+class _RingsWriteTwice(PlainMapper):
+    def is_overwritten(self, group: int, row: int, position: int, last_position: int) -> bool:
+        return False
+
+
+class _CrossGroupsInSteps(PlainMapper):
+    def compute_slot_mappings(
+        self, batch: Batch, out: Any, *, stream: int | None, groups: Sequence[int] | None = None
+    ) -> None:
+        chosen = range(len(out)) if groups is None else groups
+        super().compute_slot_mappings(batch, out, stream=stream, groups=chosen)
 
 
 class _RingOfTheWidth(PlainMapper):
@@ -133,24 +162,43 @@ class _FirstTokensToTheFirstRequest(PlainMapper):
 
 class _DummyIsTheLastRow(PlainStore):
     def is_row(self, row: int) -> bool:
-        return -self.num_rows <= row < self.num_rows
+        return -self.config.num_rows <= row < self.config.num_rows
+
+
+class _RowsOfTheBatch(PlainStore):
+    def is_row(self, row: int) -> bool:
+        return 0 <= row < self.config.max_num_reqs
+
+
+class _NullIsZero(PlainStore):
+    def filler(self, group: int) -> int:
+        return 0
+
+
+class _RingsAreCut(PlainStore):
+    def passed_columns(self, group: int, batch: Batch, i: int) -> int:
+        geometry = self.config.groups[group]
+        if geometry.sliding_window is None or batch.num_computed_tokens is None:
+            return 0
+        lo = max(0, self.first_token(int(batch.num_computed_tokens[i]), geometry.sliding_window))
+        return self.local_length(group, lo) // geometry.tokens_per_column
 
 
 class _PaddedRowsKept(PlainStore):
-    def store_batch_row(self, table: Any, i: int, columns: list[int], batch: Batch) -> None:
+    def store_batch_row(self, group: int, table: Any, i: int, columns: list[int], batch: Batch) -> None:
         if i < batch.num_reqs:
-            super().store_batch_row(table, i, columns, batch)
+            super().store_batch_row(group, table, i, columns, batch)
 
 
 class _StaleColumns(PlainStore):
-    def store_batch_row(self, table: Any, i: int, columns: list[int], batch: Batch) -> None:
+    def store_batch_row(self, group: int, table: Any, i: int, columns: list[int], batch: Batch) -> None:
         table[i, : len(columns)] = columns
 
 
 class _RowsBehindTheLaunchedOnesKept(PlainStore):
-    def store_batch_row(self, table: Any, i: int, columns: list[int], batch: Batch) -> None:
+    def store_batch_row(self, group: int, table: Any, i: int, columns: list[int], batch: Batch) -> None:
         if i < batch.num_reqs_padded:
-            super().store_batch_row(table, i, columns, batch)
+            super().store_batch_row(group, table, i, columns, batch)
 
 
 class _WholeRows(PlainStore):
@@ -226,8 +274,8 @@ class _RefersToItself(PlainStore):
 
 
 class _Slots64(PlainStore):
-    def slot_buffer(self) -> Any:
-        return super().slot_buffer().astype(np.int64)
+    def slot_buffer(self, group: int) -> Any:
+        return super().slot_buffer(group).astype(np.int64)
 
 
 OffByOne = _mutant("R12", "OffByOne", mapper=_OffByOne)
@@ -243,7 +291,14 @@ UnboundedColumn = _mutant("R13", "UnboundedColumn", mapper=_UnboundedColumn)
 BoundedByWidth = _mutant("R13", "BoundedByWidth", mapper=_BoundedByWidth)
 NegativePositions = _mutant("R13", "NegativePositions", mapper=_NegativePositions)
 NullIsNeverPad = _mutant("R13", "NullIsNeverPad", mapper=_NullIsNeverPad)
-NullIsOneKernelBlock = _mutant("R13", "NullIsOneKernelBlock", mapper=_NullIsOneKernelBlock)
+HolesHaveSlots = _mutant("R13", "HolesHaveSlots", mapper=_HolesHaveSlots)
+BlockZeroIsNull = _mutant("R13", "BlockZeroIsNull", mapper=_BlockZeroIsNull)
+PadIsMinusOne = _mutant("R13", "PadIsMinusOne", mapper=_PadIsMinusOne)
+RingsWriteTwice = _mutant("R14", "RingsWriteTwice", mapper=_RingsWriteTwice)
+CrossGroupsInSteps = _mutant("R14", "CrossGroupsInSteps", mapper=_CrossGroupsInSteps)
+RowsOfTheBatch = _mutant("R10", "RowsOfTheBatch", store=_RowsOfTheBatch)
+NullIsZero = _mutant("R10", "NullIsZero", store=_NullIsZero)
+RingsAreCut = _mutant("R11", "RingsAreCut", store=_RingsAreCut)
 RingOfTheWidth = _mutant("R14", "RingOfTheWidth", mapper=_RingOfTheWidth)
 FirstTokensToTheFirstRequest = _mutant("R13", "FirstTokensToTheFirstRequest", mapper=_FirstTokensToTheFirstRequest)
 DummyIsTheLastRow = _mutant("R10", "DummyIsTheLastRow", store=_DummyIsTheLastRow)

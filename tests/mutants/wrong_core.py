@@ -23,6 +23,7 @@ from blocktable.exports import ExportSets
 from blocktable.metadata import Family, MetadataPlan
 from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
+from blocktable.views import BufferViews
 from blocktable_conformance.__main__ import main as conformance
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -64,7 +65,7 @@ def repeated_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R5")
 def tails_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NumpyRows, "_null", lambda self, starts, columns: None)
+    patch.setattr(NumpyRows, "_null", lambda self, starts, columns, fillers=None: None)
 
 
 @_mutant("R6")
@@ -224,19 +225,22 @@ def entries_of_any_size(patch: pytest.MonkeyPatch) -> None:
 def each_group_counts_for_itself(patch: pytest.MonkeyPatch) -> None:
     right = blocktable.metadata.make_plan
 
-    def make_plan(config: BlockTableConfig, layouts: Any) -> MetadataPlan:
-        plan = right(config, layouts)
+    def make_plan(config: BlockTableConfig, layouts: Any, lengths_from: Any) -> MetadataPlan:
+        plan = right(config, layouts, lengths_from)
         families: list[Family] = []
         places: list[tuple[int, int] | None] = []
         for group, place in enumerate(plan.places):
             places.append(None if place is None else (len(families), 0))
             if place is not None:
                 families.append(Family(plan.families[place[0]].layout, (group,)))
-        if plan.lengths is None:
-            return MetadataPlan(tuple(families), tuple(places), None)
-        return MetadataPlan((*families, plan.families[plan.lengths]), tuple(places), len(families))
+        lengths: list[int | None] = []
+        for family in plan.lengths:
+            lengths.append(None if family is None else len(families))
+            if family is not None:
+                families.append(plan.families[family])
+        return MetadataPlan(tuple(families), tuple(places), tuple(lengths))
 
-    patch.setattr(blocktable.table, "make_plan", make_plan)
+    patch.setattr(blocktable.metadata, "make_plan", make_plan)
 
 
 @_export_mutant("R33")
@@ -250,12 +254,17 @@ def lengths_of_another_batch_are_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BatchChecks, "_num_reqs", wrong)
 
 
+@_export_mutant("R26")
+def any_batch_is_handed_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BufferViews, "require_held", lambda self, *arguments: None)
+
+
 def main(folder: Path) -> None:
     """Run the suite once over the right core and once over each mutant."""
     _run(folder / "right.json", f"({CASES}) or ({EXPORT_CASES})")
-    for name, (_, replace) in MUTANTS.items():
+    for name, (_, patched) in MUTANTS.items():
         with pytest.MonkeyPatch.context() as patch:
-            replace(patch)
+            patched(patch)
             _run(folder / f"{name}.json", EXPORT_CASES if name in EXPORT_MUTANTS else CASES)
 
 

@@ -62,7 +62,7 @@ class _DummiesHaveLengths(ExportStore):
 
 class _ADummyIsTheLastRow(ExportStore):
     def is_row(self, row: int) -> bool:
-        return -self.num_rows <= row < self.num_rows
+        return -self.config.num_rows <= row < self.config.num_rows
 
 
 class _StaleIndices(ExportStore):
@@ -108,28 +108,31 @@ class _WindowIgnored(ExportStore):
 
 
 class _NullIsZero(ExportStore):
-    def clear_table(self, out: ExportBuffers, row: Any) -> None:
+    def clear_table(self, out: ExportBuffers, member: int, row: Any) -> None:
         row[:] = 0
 
 
 class _NulledBlocksStay(ExportStore):
-    def table_entry(self, group: int, layout: Layout, block_id: int) -> int:
-        return block_id * layout.entry_scale
+    def table_entry(self, group: int, out: ExportBuffers, block_id: int) -> int:
+        return block_id * out.layout.entry_scale
 
 
-class _NullIsOneKernelBlock(ExportStore):
-    def table_entry(self, group: int, layout: Layout, block_id: int) -> int:
-        return layout.null if block_id == 0 and layout.null != 0 else block_id * layout.entry_scale
+class _ZerosAreMissing(ExportStore):
+    """Takes block 0 for the null block of every group."""
+
+    def table_entry(self, group: int, out: ExportBuffers, block_id: int) -> int:
+        fill = out.fills[out.groups.index(group)]
+        return block_id * out.layout.entry_scale if block_id else fill
 
 
 class _StaleTable(ExportStore):
-    def clear_table(self, out: ExportBuffers, row: Any) -> None:
+    def clear_table(self, out: ExportBuffers, member: int, row: Any) -> None:
         """Leaves what a longer row wrote."""
 
 
 class _ScaleIgnored(ExportStore):
-    def table_entry(self, group: int, layout: Layout, block_id: int) -> int:
-        return super().table_entry(group, layout, block_id) // layout.entry_scale
+    def table_entry(self, group: int, out: ExportBuffers, block_id: int) -> int:
+        return super().table_entry(group, out, block_id) // out.layout.entry_scale
 
 
 class _KeysForValues(ExportStore):
@@ -174,13 +177,13 @@ class _StateOfTheNextToken(ExportStore):
 
 
 class _StatesPastTheRow(ExportStore):
-    def state(self, group: int, batch: Batch, layout: Layout, i: int, place: int) -> int:
-        row = self.row_of(batch, i)
+    def state(self, group: int, batch: Batch, out: ExportBuffers, i: int, place: int) -> int:
+        row, fill = self.row_of(batch, i), out.fills[0]
         if row is None:
-            return layout.null
+            return fill
         filled = self.num_columns(group, row)
-        column = min(self.first_state(group, batch, layout, i, filled) + place, self.config.width(group) - 1)
-        return int(self.table(group)[row, column]) or layout.null
+        column = min(self.first_state(group, batch, out.layout, i, filled) + place, self.config.width(group) - 1)
+        return int(self.table(group)[row, column]) or fill
 
 
 class _ExportsKeptAtWakeUp(ExportStore):
@@ -204,6 +207,12 @@ class _CapacityIgnored(ExportStore):
         return found[: max(0, out.capacity - int(out.indptr[i]))]  # type: ignore[index]
 
 
+class _CutsAreNotCounted(ExportStore):
+    def write_csr(self, batch: Batch, out: ExportBuffers) -> None:
+        super().write_csr(batch, out)
+        out.num_cut[0] = 0  # type: ignore[index]
+
+
 LastPageIsTheRest = _mutant("R27", _LastPageIsTheRest)
 PagesAreRoundedDown = _mutant("R27", _PagesAreRoundedDown)
 OnePageTooMany = _mutant("R27", _OnePageTooMany)
@@ -221,7 +230,8 @@ BlocksForSlots = _mutant("R28", _BlocksForSlots)
 WindowIgnored = _mutant("R25", _WindowIgnored)
 NullIsZero = _mutant("R26", _NullIsZero)
 NulledBlocksStay = _mutant("R26", _NulledBlocksStay)
-NullIsOneKernelBlock = _mutant("R26", _NullIsOneKernelBlock)
+ZerosAreMissing = _mutant("R26", _ZerosAreMissing)
+CutsAreNotCounted = _mutant("R27", _CutsAreNotCounted)
 StaleTable = _mutant("R26", _StaleTable)
 ScaleIgnored = _mutant("R26", _ScaleIgnored)
 KeysForValues = _mutant("R29", _KeysForValues)

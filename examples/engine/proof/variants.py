@@ -153,7 +153,9 @@ def table_config(shard: bt.ContextParallel) -> bt.BlockTableConfig:
     return bt.BlockTableConfig(
         groups=[
             bt.KVCacheGroup(block_size=size, kernel_block_size=size // 2, num_blocks=num_blocks[0]),
-            bt.KVCacheGroup(block_size=window_size, sliding_window=ModelConfig.window, num_blocks=num_blocks[1]),
+            bt.KVCacheGroup(
+                block_size=window_size, sliding_window=ModelConfig.window, num_blocks=num_blocks[1], allow_null=True
+            ),
             bt.KVCacheGroup(block_size=1, slot_mode="none", blocks_per_row=1 + NUM_DRAFTS, num_blocks=40),
         ],
         max_num_reqs=8,
