@@ -4,26 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import call
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from blocktable.checks import int_scalar, non_negative, vector_length
-from blocktable.config import BlockTableConfig
+from blocktable.checks import array_spec, int_scalar, non_negative, vector_length
+from blocktable.config import BlockTableConfig, SlotDtype
 from blocktable.errors import ArgumentError, DtypeError
 from blocktable.exports import Export
 from blocktable.host_path import HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Backend, Batch, ExportBuffers, Step, StepBuffers
-from blocktable.streams import stream_owner
+from blocktable.streams import address_of, stream_owner
+from blocktable.views import Views
 
 
 class PlannedExport(NamedTuple):
     """One export of a step: what to write where, and what the caller is given. No buffers: nothing is launched."""
 
     layout: Layout
+    batch: Batch
     buffers: ExportBuffers | None
     result: Export
+
+
+SeqLens = Any
+"""[num_reqs] int32, or a tuple of one such array for each group; None: not given."""
+
+
+def batch_key(batch: Batch) -> tuple[Any, Any]:
+    """Return what tells the batch tables of two batches apart: requests and rows, and what cuts windows out.
+
+    By the values of host arrays, and by the address of device arrays: looking into those would wait.
+    """
+    return (batch.num_reqs, _array_key(batch.idx_mapping)), _array_key(batch.num_computed_tokens)
+
+
+def _array_key(array: Array | None) -> Any:
+    if array is None:
+        return None
+    if type(array) is np.ndarray:
+        return array.tobytes()
+    try:
+        if isinstance(array, np.ndarray):  # of an emulated device
+            return int(array.ctypes.data)
+        return address_of(array)
+    except DtypeError:
+        return object()  # it says no address: no batch is taken for this one
 
 
 class StepPlan:
@@ -32,22 +59,34 @@ class StepPlan:
     Args:
         batch: the inputs.
         buffers: the set that is written.
+        views: what is known of that set.
         step: what is returned.
         sizes: everything else that the plan was made for.
+        seq_lens: as given: None, one array for all groups, or one for each.
+
+    Attributes:
         exports: what is exported after the step.
+        held: the batch that the set then holds, as `batch_key` names it.
     """
 
-    __slots__ = ("batch", "buffers", "expected", "exports", "is_reusable", "probes", "sizes", "step")
+    __slots__ = (
+        *("batch", "buffers", "expected", "exports", "held", "is_reusable", "probes", "seq_lens", "sizes", "step"),
+        "views",
+    )
 
     def __init__(
-        self, batch: Batch, buffers: StepBuffers, step: Step, sizes: Any, exports: tuple[PlannedExport, ...] = ()
+        self, batch: Batch, buffers: StepBuffers, views: Views, step: Step, sizes: Any, seq_lens: SeqLens = None
     ) -> None:
         self.batch: Batch = batch
         self.buffers: StepBuffers = buffers
+        self.views: Views = views
         self.step: Step = step
         self.sizes = sizes
-        self.exports = exports
-        inputs = (batch.idx_mapping, batch.query_start_loc, batch.positions, batch.num_computed_tokens, batch.seq_lens)
+        self.seq_lens: SeqLens = seq_lens
+        self.exports: tuple[PlannedExport, ...] = ()
+        self.held = batch_key(batch) if batch.wants_tables else None
+        lengths = seq_lens if isinstance(seq_lens, tuple) else (seq_lens,)
+        inputs = (batch.idx_mapping, batch.query_start_loc, batch.positions, batch.num_computed_tokens, *lengths)
         given: list[Any] = [batch.idx_mapping, *(array for array in inputs[1:] if array is not None)]
         # torch tensors only, whose length and address are cheap to ask for: the caller may resize one in place, or give
         # it other memory. With the identity the padding rows must be looked at each time.
@@ -73,7 +112,7 @@ class StepPlan:
             and idx_mapping is batch.idx_mapping
             and query_start_loc is batch.query_start_loc
             and num_computed_tokens is batch.num_computed_tokens
-            and seq_lens is batch.seq_lens
+            and seq_lens is self.seq_lens
             and self.is_reusable
             and sizes == self.sizes
             and [*map(call, self.probes)] == self.expected
@@ -92,7 +131,7 @@ class BatchChecks:
 
     def __init__(self, config: BlockTableConfig, backend: Backend, rows: HostPath, sample: Array) -> None:
         self._config, self._backend, self._rows = config, backend, rows
-        self._has_windows = any(group.sliding_window is not None for group in config.groups)
+        self._has_windows = any(group.cut_window is not None for group in config.groups)
         has_streams = "streams" in backend.capabilities
         self._is_on_host = not has_streams or bool(getattr(backend, "is_emulated", False))
         self._has_numpy_arrays = isinstance(sample, np.ndarray)
@@ -130,6 +169,11 @@ class BatchChecks:
             raise ArgumentError(
                 f"num_reqs_padded {padded} must be at least the {requests} requests of the batch and at most "
                 f"max_num_reqs {self._config.max_num_reqs}."
+            )
+        if idx_mapping is None and padded > self._config.num_rows:
+            raise ArgumentError(
+                f"num_reqs_padded {padded} is above the table's {self._config.num_rows} rows: with idx_mapping=None the "
+                "batch is the table's own first rows; pass an idx_mapping."
             )
         if idx_mapping is None and padded > requests:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
@@ -194,12 +238,22 @@ class BatchChecks:
                 f"Row {start + occupied[0]} is not empty: with idx_mapping=None the rows from num_reqs {start} to "
                 f"num_reqs_padded {stop} are the batch's padding; clear it, move it, or pass an idx_mapping."
             )
-        pending = np.empty(0) if will_commit else self._rows.pending_counts(start, stop)
-        if pending.size:
+        if will_commit:
+            return
+        occupied = np.flatnonzero(self._rows.committed_filled[:, start:stop].any(0))
+        if occupied.size:
             raise ArgumentError(
-                f"Row {pending[0]} has changes that are not on the device yet: with idx_mapping=None the rows from "
-                f"num_reqs {start} to num_reqs_padded {stop} are the batch's padding; commit first."
+                f"Row {start + occupied[0]} has changes that are not on the device yet: with idx_mapping=None the rows "
+                f"from num_reqs {start} to num_reqs_padded {stop} are the batch's padding; commit first."
             )
+
+    def seq_lens(self, given: SeqLens, num_reqs: int) -> None:
+        """Refuse lengths of single groups that are not of one batch, or not where the table is."""
+        for array in given if isinstance(given, tuple) else ():
+            length = vector_length("seq_lens", array, "int32")
+            if length != num_reqs:
+                raise ArgumentError(f"seq_lens must hold {num_reqs} entries, one a request, got {length}.")
+            self._require_device(array)
 
     def num_tokens(self, num_tokens: int, num_tokens_padded: int | None, size: int | None = None) -> None:
         """Refuse more tokens than a slot buffer has. size: of the caller's own; None: the table's."""
@@ -209,9 +263,10 @@ class BatchChecks:
         if num_tokens_padded is not None and non_negative("num_tokens_padded", num_tokens_padded) > entries:
             raise ArgumentError(f"num_tokens_padded {num_tokens_padded} is above the slot buffer's {entries} entries.")
 
-    def slot_arrays(self, out: Any, num_tokens: int, num_tokens_padded: int | None) -> tuple[Array, ...]:
-        """Return a caller's own slot arrays, one for each group."""
-        num_groups = len(self._config.groups)
+    def slot_arrays(
+        self, out: Any, num_groups: int, num_tokens: int, num_tokens_padded: int | None
+    ) -> tuple[Array, ...]:
+        """Return a caller's own slot arrays, one for each of the groups."""
         if not isinstance(out, Sequence) or len(out) != num_groups:
             raise ArgumentError(
                 f"out must be a set of buffers from create_buffers(), or {num_groups} arrays, one a group."
@@ -220,6 +275,7 @@ class BatchChecks:
             raise ArgumentError("out must hold another array for each group; one is given twice.")
         for group, array in enumerate(out):
             name = f"out[{group}]"
+            self._check_slot_dtype(name, array)
             self.num_tokens(num_tokens, num_tokens_padded, vector_length(name, array, self._config.slot_dtype))
             if isinstance(array, np.ndarray) != self._has_numpy_arrays:
                 raise DtypeError(
@@ -228,6 +284,17 @@ class BatchChecks:
             if isinstance(array, np.ndarray) and not array.flags.writeable:
                 raise ArgumentError(f"{name} is read-only.")
         return tuple(out)
+
+
+    def _check_slot_dtype(self, name: str, array: Any) -> None:
+        """Refuse another dtype than the slots', which no conversion would help."""
+        wanted = self._config.slot_dtype
+        found = array_spec(name, array).dtype
+        if found != wanted:
+            other = f', or make the table with slot_dtype="{found}"' if found in get_args(SlotDtype) else ""
+            raise DtypeError(
+                f'{name} must be {wanted}, the slot_dtype of this table, got {found}; allocate it as {wanted}{other}.'
+            )
 
 
 def require_tokens(query_start_loc: Array | None, positions: Array | None) -> None:

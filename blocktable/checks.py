@@ -41,7 +41,7 @@ def row_index(name: str, value: Any, num_rows: int) -> int:
     """Return `value` as a row of a table of `num_rows` rows; negative ones do not count from the end."""
     row = int_scalar(name, value)
     if not 0 <= row < num_rows:
-        raise RowIndexError(f"{name} {row} is outside the table: rows go from 0 to {num_rows - 1} (max_num_reqs - 1).")
+        raise RowIndexError(f"{name} {row} is outside the table: rows go from 0 to {num_rows - 1}.")
     return row
 
 

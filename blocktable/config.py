@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from blocktable.checks import int_array, int_scalar
-from blocktable.constants import NULL_BLOCK_ID
+from blocktable.constants import NO_NULL_BLOCK, NULL_BLOCK_ID, PAD_SLOT_ID
 from blocktable.context_parallel import ContextParallel
 from blocktable.errors import ArgumentError, ConfigError
 
-SlotMode = Literal["linear", "ring", "none"]
+SlotMode = Literal["linear", "ring", "none", "cross"]
 SlotDtype = Literal["int64", "int32"]
 
 LAYOUT_VERSION = 1
@@ -31,14 +31,25 @@ OVERREAD_TOKENS = 128
 
 INT32_LIMIT = 2**31
 
+LIMIT_ADVICE = {
+    "sliding_window": "leave it None for full attention",
+    "max_num_reqs": "batch indices are int32",
+    "max_num_rows": "rows are int32",
+    "max_num_batched_tokens": "tokens of a step are counted in int32",
+    "pad_slot_id": "slots are int64",
+}
+"""Fields that have an upper limit -> why, or what to do."""
 
-def _normalise_int(instance: object, name: str, minimum: int) -> None:
-    """Make a field a plain int (numpy integers are taken too), or raise."""
+
+def _normalise_int(instance: object, name: str, minimum: int, limit: int | None = None) -> None:
+    """Make a field a plain int (numpy integers are taken too), or raise. limit: it must be below it."""
     owner, value = type(instance).__name__, getattr(instance, name)
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ConfigError(f"{owner}: {name} must be an int, got {value!r} of type {type(value).__name__}.")
     if value < minimum:
         raise ConfigError(f"{owner}: {name} must be at least {minimum}, got {value}.")
+    if limit is not None and value >= limit:
+        raise ConfigError(f"{owner}: {name} must be below {limit}, got {value}; {LIMIT_ADVICE[name]}.")
     object.__setattr__(instance, name, int(value))
 
 
@@ -51,17 +62,22 @@ class KVCacheGroup:
         kernel_block_size: tokens in the attention kernel's block; divides `block_size`. None: `block_size`.
         num_blocks: manager blocks in this group's cache; ids must be below it. None: not checked.
         sliding_window: tokens, the current one included. None: full attention.
-        slot_mode: "linear", "ring" (positions wrap around the row) or "none" (the group has no slots).
+        slot_mode: "linear", "ring" (positions wrap around the row), "none" (the group has no slots) or "cross"
+            (cross-attention: slots only where `compute_slot_mappings(groups=...)` names the group).
         sharded: over the context-parallel ranks. None: True for "linear", else False.
-        allow_null: whether the engine may hand in block 0. None: True with a window or a mode other than "linear".
-        null_is_pad: whether a token whose block is the NULL block gets `PAD_SLOT_ID`.
+        null_block_id: the block that stands for none, and fills table entries without a block. 0, or another block that
+            the engine never allocates; -1: there is none, every id from 0 on is real, and tables hold -1 there.
+        allow_null: whether the engine may hand in `null_block_id`, as a hole.
+        null_is_pad: whether a token whose block is the null block gets `pad_slot_id`; where there is none it does.
+        pad_slot_id: slot of a token that must not be written: negative, at least `num_blocks * block_size`, or inside
+            the null block.
         blocks_per_row: fixed capacity of a row in manager blocks (state groups). None: from `max_model_len`.
         extra_blocks: manager blocks added to the capacity that `max_model_len` gives.
 
     Raises:
         ConfigError: a value is impossible, or two of them clash.
 
-    Rules: R1, R3, R7, R14, R18.
+    Rules: R1, R3, R5, R7, R13, R14, R18.
     """
 
     block_size: int
@@ -70,8 +86,10 @@ class KVCacheGroup:
     sliding_window: int | None = None
     slot_mode: SlotMode = "linear"
     sharded: bool | None = None
-    allow_null: bool | None = None
+    null_block_id: int = NULL_BLOCK_ID
+    allow_null: bool = False
     null_is_pad: bool = False
+    pad_slot_id: int = PAD_SLOT_ID
     blocks_per_row: int | None = None
     extra_blocks: int = 0
 
@@ -80,9 +98,9 @@ class KVCacheGroup:
         _normalise_int(self, "block_size", 1)
         for name in ("kernel_block_size", "num_blocks", "sliding_window", "blocks_per_row"):
             if getattr(self, name) is not None:
-                _normalise_int(self, name, 1)
+                _normalise_int(self, name, 1, INT32_LIMIT if name == "sliding_window" else None)
         _normalise_int(self, "extra_blocks", 0)
-        for name, nullable in (("sharded", True), ("allow_null", True), ("null_is_pad", False)):
+        for name, nullable in (("sharded", True), ("allow_null", False), ("null_is_pad", False)):
             value = getattr(self, name)
             if not (isinstance(value, bool) or (nullable and value is None)):
                 raise ConfigError(f"{owner}: {name} must be a bool{' or None' if nullable else ''}, got {value!r}.")
@@ -108,6 +126,35 @@ class KVCacheGroup:
                 f"{owner}: extra_blocks is added to a capacity that comes from max_model_len; with blocks_per_row "
                 f"{self.blocks_per_row} add the {self.extra_blocks} blocks there instead."
             )
+        if self.slot_mode == "cross" and self.sliding_window is not None:
+            raise ConfigError(
+                f'{owner}: a group with slot_mode="cross" has no sliding window; leave sliding_window unset.'
+            )
+        self._check_null()
+        self._check_pad()
+
+    def _check_null(self) -> None:
+        owner = type(self).__name__
+        _normalise_int(self, "null_block_id", NO_NULL_BLOCK)
+        if self.null_block_id >= self.block_id_limit:
+            reason = "num_blocks" if self.block_id_limit == self.num_blocks else f"2**31 // {self.blocks_per_kv_block}"
+            raise ConfigError(
+                f"{owner}: null_block_id {self.null_block_id} is outside the cache: it must be below "
+                f"{self.block_id_limit} ({reason}), or -1 where no block stands for none."
+            )
+
+    def _check_pad(self) -> None:
+        owner = type(self).__name__
+        _normalise_int(self, "pad_slot_id", -(2**63), 2**63)
+        pad, size, first = self.pad_slot_id, self.block_size, self.null_block_id * self.block_size
+        is_in_null_block = self.null_block_id >= 0 and first <= pad < first + size
+        if 0 <= pad < self.block_id_limit * size and not is_in_null_block:
+            beyond = f"at least {self.num_blocks * size} (num_blocks * block_size)" if self.num_blocks else ""
+            raise ConfigError(
+                f"{owner}: pad_slot_id {pad} may be the slot of a token; it must be negative, "
+                + (f"{beyond}, " if beyond else "beyond the cache (which needs num_blocks), ")
+                + f"or inside the null block {self.null_block_id}."
+            )
 
     @property
     def tokens_per_column(self) -> int:
@@ -126,10 +173,23 @@ class KVCacheGroup:
 
     @property
     def takes_null(self) -> bool:
-        """Whether the engine may hand in block 0 (R7)."""
-        if self.allow_null is not None:
-            return self.allow_null
-        return self.sliding_window is not None or self.slot_mode != "linear"
+        """Whether the engine may hand in the null block (R7)."""
+        return self.allow_null
+
+    @property
+    def filler(self) -> int:
+        """What a table entry without a block holds: the null block's first kernel block, or -1 (R5)."""
+        return self.null_block_id * self.blocks_per_kv_block if self.null_block_id >= 0 else NO_NULL_BLOCK
+
+    @property
+    def null_start(self) -> int:
+        """The f of R5: an entry is missing where `uint32(entry - f) < blocks_per_kv_block`."""
+        return self.null_block_id * self.blocks_per_kv_block
+
+    @property
+    def cut_window(self) -> int | None:
+        """Tokens of the window that a gather cuts out: that of a linear group (R11)."""
+        return self.sliding_window if self.slot_mode == "linear" else None
 
     @property
     def has_fixed_capacity(self) -> bool:
@@ -189,15 +249,18 @@ def row_width(
 class Arena:
     """Where everything lives in the one int32 buffer of a table, on the host and on the device alike.
 
-    First come the filled counts, `[num_groups, max_num_reqs]`, in columns; then each group's rows,
-    `[max_num_reqs, width]`, each group on a 128-byte boundary. Entries between groups are always NULL.
+    First come the filled counts, `[num_groups, num_rows]`, in columns; then each group's rows, `[num_rows, width]`, each
+    group on a 128-byte boundary. Entries after a group's last row, up to the next group, always hold its filler.
+
+    Batch tables lie in a buffer of their own, laid out likewise: `BlockTableConfig.batch_arena`.
 
     Attributes:
         size: int32 entries in the buffer.
         num_groups: KV cache groups.
-        num_rows: rows of each group (`max_num_reqs`).
+        num_rows: rows of each group: `max_num_rows` of the table, `max_num_reqs` of a batch.
         group_offsets: first entry of each group's rows.
         widths: columns of each group's rows.
+        fillers: what an entry of each group without a block holds (R5).
     """
 
     size: int
@@ -205,6 +268,7 @@ class Arena:
     num_rows: int
     group_offsets: tuple[int, ...]
     widths: tuple[int, ...]
+    fillers: tuple[int, ...]
 
     def view(self, buffer: Any, group: int) -> Any:
         """Return the part of `buffer` that belongs to `group`, without a copy.
@@ -217,6 +281,20 @@ class Arena:
             return buffer[: self.num_groups * self.num_rows].reshape(self.num_groups, self.num_rows)
         start, width = self.group_offsets[group], self.widths[group]
         return buffer[start : start + self.num_rows * width].reshape(self.num_rows, width)
+
+    @property
+    def filled_parts(self) -> list[tuple[slice, int]]:
+        """The parts of an empty table's buffer that do not hold 0, and what they hold: none with block 0 as NULL."""
+        ends = (*self.group_offsets[1:], self.size)
+        parts = zip(self.group_offsets, ends, self.fillers, strict=True)
+        return [(slice(start, end), filler) for start, end, filler in parts if filler]
+
+    def empty(self) -> np.ndarray[Any, Any]:
+        """Return the buffer of an empty table, [size] int32 on the host."""
+        buffer = np.zeros(self.size, np.int32)
+        for part, filler in self.filled_parts:
+            buffer[part] = filler
+        return buffer
 
 
 GROUP_FIELDS = (
@@ -231,6 +309,10 @@ GROUP_FIELDS = (
     "rank",
     "interleave_size",
     "column_shift",
+    "filler",
+    "null_start",
+    "pad_slot_id",
+    "batch_start",
 )
 """What a kernel must know of a group, in the order of `BlockTableConfig.group_fields`."""
 
@@ -246,7 +328,7 @@ class BlockTableConfig:
 
     Args:
         groups: one `KVCacheGroup` for each KV cache group.
-        max_num_reqs: rows of the table, and rows of a batch.
+        max_num_reqs: requests of a batch, at most: rows of the batch tables.
         max_num_batched_tokens: entries of each slot buffer.
         max_model_len: tokens of the longest request.
         lookahead_tokens: tokens a request may run ahead of `max_model_len` (speculative decoding).
@@ -254,6 +336,10 @@ class BlockTableConfig:
         width_alignment: tokens; see `row_width`.
         slot_dtype: "int64", or "int32" where every slot fits.
         steps_in_flight: commits whose device work may be unfinished before the next one waits (R9).
+        max_num_rows: rows of the table, apart from those of a batch; either may be more. None: `max_num_reqs`.
+
+    Attributes:
+        num_rows: rows of the table.
 
     Raises:
         ConfigError: a value is impossible, or two of them clash.
@@ -270,6 +356,7 @@ class BlockTableConfig:
     width_alignment: int = 128
     slot_dtype: SlotDtype = "int64"
     steps_in_flight: int = 2
+    max_num_rows: int | None = None
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -282,7 +369,9 @@ class BlockTableConfig:
             raise ConfigError(f"{owner}: groups must be a non-empty sequence of KVCacheGroup, got {self.groups!r}.")
         object.__setattr__(self, "groups", tuple(self.groups))
         for name in ("max_num_reqs", "max_num_batched_tokens", "max_model_len", "width_alignment", "steps_in_flight"):
-            _normalise_int(self, name, 1)
+            _normalise_int(self, name, 1, INT32_LIMIT if name in LIMIT_ADVICE else None)
+        if self.max_num_rows is not None:
+            _normalise_int(self, "max_num_rows", 1, INT32_LIMIT)
         _normalise_int(self, "lookahead_tokens", 0)
         if not isinstance(self.context_parallel, ContextParallel):
             raise ConfigError(f"{owner}: context_parallel must be a ContextParallel, got {self.context_parallel!r}.")
@@ -290,6 +379,7 @@ class BlockTableConfig:
             raise ConfigError(f"{owner}: slot_dtype must be one of {get_args(SlotDtype)}, got {self.slot_dtype!r}.")
         for index, group in enumerate(self.groups):
             self._check_interleave(index, group)
+            self._check_ring(index, group)
             if self.slot_dtype == "int32":
                 self._check_int32_slots(index, group)
 
@@ -301,7 +391,23 @@ class BlockTableConfig:
                 f"group {index}; choose one that divides the block_size of every sharded group."
             )
 
+    def _check_ring(self, index: int, group: KVCacheGroup) -> None:
+        if group.slot_mode != "ring" or group.sliding_window is None:
+            return
+        blocks = self.capacity(index)
+        if blocks * group.block_size < group.sliding_window:
+            raise ConfigError(
+                f"BlockTableConfig: the ring of group {index} is shorter than its window: {blocks} blocks of "
+                f"{group.block_size} tokens for a sliding_window of {group.sliding_window}; set blocks_per_row to at "
+                f"least {-(-group.sliding_window // group.block_size)}."
+            )
+
     def _check_int32_slots(self, index: int, group: KVCacheGroup) -> None:
+        if not -INT32_LIMIT <= group.pad_slot_id < INT32_LIMIT:
+            raise ConfigError(
+                f'BlockTableConfig: slot_dtype="int32" cannot hold pad_slot_id {group.pad_slot_id} of group {index}; '
+                "choose -1, or int64 slots."
+            )
         if group.slot_mode == "none":
             return
         if group.num_blocks is None:
@@ -340,11 +446,11 @@ class BlockTableConfig:
 
         Args:
             group: the group.
-            ids: [n] ints. Manager block ids. The id of the NULL block, which `BlockTable.block_ids` returns for a
-                hole, is NULL in all its columns.
+            ids: [n] ints. Manager block ids. The group's null_block_id, which `BlockTable.block_ids` returns for a
+                hole, is the filler in all its columns.
 
         Returns:
-            [n * blocks_per_kv_block] int32, n runs of ascending ids.
+            [n * blocks_per_kv_block] int32.
 
         Raises:
             ArgumentError: an id that the group cannot have.
@@ -354,32 +460,55 @@ class BlockTableConfig:
         """
         geometry, blocks = self._group(int_scalar("group", group)), int_array("ids", ids)
         expansion, limit = geometry.blocks_per_kv_block, geometry.block_id_limit
-        wrong = np.flatnonzero((blocks < 0) | (blocks >= limit))
+        is_null = blocks == geometry.null_block_id
+        wrong = np.flatnonzero(((blocks < 0) | (blocks >= limit)) & ~is_null)
         if wrong.size:
             raise ArgumentError(
                 f"ids, index {wrong[0]}: block id {blocks[wrong[0]]} is outside 0 .. {limit - 1}, the ids of group "
                 f"{group}."
             )
         columns = blocks.astype(np.int64)[:, None] * expansion + np.arange(expansion)
-        columns[blocks == NULL_BLOCK_ID] = NULL_BLOCK_ID
+        columns[is_null] = geometry.filler
         return columns.astype(np.int32).ravel()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table: `max_num_rows`, or `max_num_reqs` where that is None."""
+        return self.max_num_reqs if self.max_num_rows is None else self.max_num_rows
 
     @cached_property
     def arena(self) -> Arena:
         """The layout of the table's one buffer."""
+        return self._lay_out(self.num_rows)
+
+    @cached_property
+    def batch_arena(self) -> Arena:
+        """The layout of the one buffer of a set's batch tables; its counts are the columns that each batch row holds."""
+        return self.arena if self.num_rows == self.max_num_reqs else self._lay_out(self.max_num_reqs)
+
+    def _lay_out(self, num_rows: int) -> Arena:
         widths = tuple(self.width(index) for index in range(len(self.groups)))
-        offsets, end = [], len(self.groups) * self.max_num_reqs
+        offsets, end = [], len(self.groups) * num_rows
         for group, width in zip(self.groups, widths, strict=True):
             offsets.append(-(-end // ARENA_ALIGNMENT) * ARENA_ALIGNMENT)
-            end = offsets[-1] + self.max_num_reqs * width + overread_columns(width, group.tokens_per_column)
-        return Arena(end, len(self.groups), self.max_num_reqs, tuple(offsets), widths)
+            end = offsets[-1] + num_rows * width + overread_columns(width, group.tokens_per_column)
+        fillers = tuple(group.filler for group in self.groups)
+        return Arena(end, len(self.groups), num_rows, tuple(offsets), widths, fillers)
 
-    def group_fields(self) -> np.ndarray[Any, Any]:
+    def group_fields(self, *, is_named: bool = False) -> np.ndarray[Any, Any]:
         """Return `[num_groups, len(GROUP_FIELDS)]` int64: the geometry as kernels read it, one row a group.
 
-        slot_mode counts "linear", "ring", "none" from 0; sliding_window is 0 where there is none; a replicated group
-        has a world of one; tokens_per_column is 1 << column_shift where it is a power of two.
+        slot_mode counts "linear", "ring", "none" from 0: a "cross" group is "none" in a step and "linear" where a call
+        names it, so that kernels know three modes. table_start is where the group's rows begin in the table's buffer,
+        batch_start in that of the batch tables. sliding_window is the one that a gather cuts out, 0 where there is none
+        (R11); a replicated group has a world of one; tokens_per_column is 1 << column_shift where it is a power of two.
+        An entry is missing where `uint32(entry - null_start) < blocks_per_kv_block`, and its token is PAD where
+        null_is_pad is set, as it is without a null block (R13).
+
+        Args:
+            is_named: for the calls that name the groups whose slots they want.
         """
+        modes = {"linear": 0, "ring": 1, "none": 2, "cross": 0 if is_named else 2}
         shard, alone = self.context_parallel, ContextParallel()
         fields = []
         for index, group in enumerate(self.groups):
@@ -390,13 +519,17 @@ class BlockTableConfig:
                     self.arena.widths[index],
                     group.tokens_per_column,
                     group.blocks_per_kv_block,
-                    get_args(SlotMode).index(group.slot_mode),
-                    group.null_is_pad,
-                    group.sliding_window or 0,
+                    modes[group.slot_mode],
+                    group.null_is_pad or group.null_block_id < 0,
+                    group.cut_window or 0,
                     share.world_size,
                     share.rank,
                     share.interleave_size,
                     group.tokens_per_column.bit_length() - 1,
+                    group.filler,
+                    group.null_start,
+                    group.pad_slot_id,
+                    self.batch_arena.group_offsets[index],
                 )
             )
         return np.array(fields, np.int64)

@@ -3,10 +3,13 @@
 from typing import Final
 
 PAD_SLOT_ID: Final = -1
-"""Slot of a token that must not be written (R13, R15)."""
+"""Slot of a token that must not be written, unless its group says otherwise (R13, R15)."""
 
 NULL_BLOCK_ID: Final = 0
-"""Block that is never allocated: filler of unused table entries (R5)."""
+"""Block that is never allocated, unless its group says otherwise: filler of table entries without a block (R5)."""
+
+NO_NULL_BLOCK: Final = -1
+"""A group's `null_block_id` where every block is real; also the filler then (R5)."""
 
 PROTOCOL_VERSION: Final = 1
 """Version of the backend protocols in this package; a backend written for another one is refused."""

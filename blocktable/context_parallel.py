@@ -34,6 +34,8 @@ class ContextParallel:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
                 raise ConfigError(f"ContextParallel: {name} must be an int of at least {minimum}, got {value!r}.")
+            if value >= 2**31:
+                raise ConfigError(f"ContextParallel: {name} must be below 2**31, got {value}.")
             object.__setattr__(self, name, int(value))
         if self.rank >= self.world_size:
             raise ConfigError(

@@ -11,10 +11,18 @@ import numpy as np
 
 from blocktable.checks import int_scalar
 from blocktable.config import INT32_LIMIT, BlockTableConfig, KVCacheGroup
-from blocktable.constants import NULL_BLOCK_ID
 from blocktable.errors import ArgumentError, ConfigError, DtypeError
 from blocktable.layouts import Layout, check_block_size, exact_width
-from blocktable.protocols import Array, Backend, Batch, BlockStore, ExportBuffers, ExportingStore, StepBuffers
+from blocktable.protocols import (
+    Array,
+    Backend,
+    Batch,
+    BlockStore,
+    ExportBuffers,
+    ExportingStore,
+    IntArray,
+    StepBuffers,
+)
 
 MAX_CACHED_EXPORTS = 4096
 """Results kept for each set of an export's buffers."""
@@ -63,8 +71,85 @@ def export_width(config: BlockTableConfig, layout: Layout, group: int) -> int:
 
 def is_batch_table(config: BlockTableConfig, layout: Layout, groups: Sequence[int]) -> bool:
     """Say whether a set's own batch table is what the layout asks for (R26)."""
-    is_plain = layout.kind == "table" and (layout.dtype, layout.null, layout.entry_scale) == ("int32", NULL_BLOCK_ID, 1)
-    return is_plain and all(export_width(config, layout, group) == config.width(group) for group in groups)
+    is_plain = layout.kind == "table" and (layout.dtype, layout.entry_scale) == ("int32", 1)
+    return is_plain and all(
+        export_width(config, layout, group) == config.width(group)
+        and fill_of(config, layout, group) == config.groups[group].filler
+        for group in groups
+    )
+
+
+def fill_of(config: BlockTableConfig, layout: Layout, group: int) -> int:
+    """Return what a place without an entry holds: the layout's null, or where that is None a valid entry.
+
+    That is made of the group's filler, or of kernel block 0 where that is -1.
+
+    Rules: R25.
+    """
+    if layout.kind == "placeholder":
+        return 0
+    if layout.null is not None:
+        return layout.null
+    block = max(config.groups[group].filler, 0)
+    return block * (config.groups[group].tokens_per_column if layout.kind == "token_csr" else layout.entry_scale)
+
+
+def check_groups(config: BlockTableConfig, groups: int | Sequence[int]) -> tuple[int, ...]:
+    """Return groups of a call as a tuple of distinct ones that exist.
+
+    Raises:
+        ArgumentError: they are not, or there are none.
+    """
+    chosen = tuple(groups) if isinstance(groups, Sequence | np.ndarray) else (groups,)
+    numbers = tuple(int_scalar("groups", group) for group in chosen)
+    num_groups = len(config.groups)
+    if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= number < num_groups for number in numbers):
+        raise ArgumentError(f"groups must be distinct ones of 0 .. {num_groups - 1}, at least one; got {numbers}.")
+    return numbers
+
+
+def most_entries(config: BlockTableConfig, layout: Layout, groups: Sequence[int]) -> int:
+    """Return the indices of the largest batch in a CSR layout; 0 for other kinds."""
+    if layout.kind not in ("csr", "token_csr"):
+        return 0
+    tokens = config.groups[groups[0]].tokens_per_column if layout.kind == "token_csr" else 1
+    return config.max_num_reqs * config.width(groups[0]) * tokens
+
+
+def check_capacity(config: BlockTableConfig, filled: IntArray, batch: Batch, out: ExportBuffers) -> None:
+    """Refuse a batch of host arrays whose entries `capacity` would cut; of device arrays the kernels count them.
+
+    Args:
+        config: the geometry.
+        filled: [num_groups, num_rows] int32. Columns in use, as of the last commit.
+        batch: what is exported.
+        out: where to.
+
+    Rules: R27.
+    """
+    layout, rows, seq_lens = out.layout, batch.idx_mapping, batch.seq_lens
+    if out.capacity >= most_entries(config, layout, out.groups) or type(seq_lens) is not np.ndarray:
+        return
+    rows = np.arange(batch.num_reqs) if rows is None else rows
+    if type(rows) is not np.ndarray:
+        return
+    spec = config.groups[out.groups[0]]
+    is_row = (rows >= 0) & (rows < config.num_rows)
+    columns = np.maximum(filled[list(out.groups)].min(0), 0)[np.where(is_row, rows, 0)].astype(np.int64)
+    lengths = np.maximum(seq_lens, 0).astype(np.int64)
+    if spec.is_sharded:
+        lengths = config.context_parallel.local_lengths(lengths)
+    tokens = spec.tokens_per_column
+    if layout.kind == "token_csr":
+        counts = np.minimum(lengths, columns * tokens)
+    else:
+        counts = np.minimum(-(-lengths // tokens), columns)
+    total = int(counts[is_row].sum())
+    if total > out.capacity:
+        raise ArgumentError(
+            f"{layout.name!r} of this batch holds {total} entries, but capacity is {out.capacity}: "
+            f"{total - out.capacity} would be left out; make the set with create_export(capacity={total}) or more."
+        )
 
 
 def check_export(
@@ -92,12 +177,8 @@ def check_export(
         _check_group(layout, spec, group, spec.is_sharded and config.context_parallel.world_size > 1)
     if capacity is not None and layout.kind not in ("csr", "token_csr"):
         raise ArgumentError(f"capacity is for kinds 'csr' and 'token_csr'; {layout.name!r} is {layout.kind!r}.")
-    most = config.max_num_reqs * export_width(config, layout, groups[0])
-    if layout.kind == "token_csr":
-        most *= specs[0].tokens_per_column
-    if layout.kind not in ("csr", "token_csr"):
-        most = 0
-    elif capacity is not None:
+    most = most_entries(config, layout, groups)
+    if capacity is not None:
         most = int_scalar("capacity", capacity)
         if not 1 <= most < INT32_LIMIT:
             raise ArgumentError(f"capacity must be at least 1 and below 2**31, got {most}.")
@@ -121,12 +202,6 @@ def _check_group(layout: Layout, spec: KVCacheGroup, group: int, is_shared_out: 
         raise ArgumentError(
             f"{layout.name!r} needs a group of whole blocks that is not sharded; group {group} has "
             f"{spec.blocks_per_kv_block} kernel blocks in a block and is {'' if is_shared_out else 'not '}sharded."
-        )
-    gives_out_zero = spec.takes_null and spec.sliding_window is None and spec.slot_mode == "linear"
-    if layout.null != NULL_BLOCK_ID and gives_out_zero and not spec.null_is_pad:
-        raise ArgumentError(
-            f"{layout.name!r} has no place for block 0, which group {group} gives out: it has allow_null, and no "
-            "window or null_is_pad."
         )
     if kind in ("kv_offsets", "token_csr", "inverse_map") or layout.entry_scale > 1:
         _check_int32(layout, spec, group)
@@ -161,15 +236,6 @@ class ExportSets:
         self._views: weakref.WeakKeyDictionary[ExportBuffers, dict[int, Export]] = weakref.WeakKeyDictionary()
         self._tables: weakref.WeakKeyDictionary[StepBuffers, dict[Any, tuple[Any, Export]]]
         self._tables = weakref.WeakKeyDictionary()
-
-    def check_groups(self, groups: int | Sequence[int]) -> tuple[int, ...]:
-        """Return the groups as a tuple of distinct ones that exist."""
-        chosen = tuple(groups) if isinstance(groups, Sequence) else (groups,)
-        numbers = tuple(int_scalar("groups", group) for group in chosen)
-        num_groups = len(self._config.groups)
-        if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= number < num_groups for number in numbers):
-            raise ArgumentError(f"groups must be distinct ones of 0 .. {num_groups - 1}, at least one; got {numbers}.")
-        return numbers
 
     def find(self, layout: Layout, groups: tuple[int, ...], buffers: StepBuffers) -> ExportBuffers | None:
         """Return the export buffers that belong to a set of buffers, where they were made."""
@@ -219,8 +285,9 @@ class ExportSets:
         """Allocate one set, and compile what writes it."""
         most, num_kernel_blocks = check_export(self._config, layout, groups, capacity)
         width = export_width(self._config, layout, groups[0])
-        rows, make = self._config.max_num_reqs, self._array
+        rows, make = self._config.max_num_reqs, self._array  # of a batch
         is_csr = layout.kind in ("csr", "token_csr")
+        fills = tuple(fill_of(self._config, layout, group) for group in groups)
         shape = {
             "table": (rows, width),
             "kv_offsets": (rows, 2, width),
@@ -237,20 +304,26 @@ class ExportSets:
             capacity=most,
             num_kernel_blocks=num_kernel_blocks,
             members=self._backend.from_host(np.array(groups, np.int32), self._device),
+            fills=fills,
             counts=make((2 * rows + 2,)),
-            entries=None if shape is None else make((len(groups), *shape), layout.null, layout.dtype),
+            entries=None if shape is None else make((len(groups), *shape), layout.dtype, fills),
             indptr=make((rows + 1,)) if is_csr else None,
             last_page_lens=make((rows,)) if is_csr else None,
             lengths=make((rows,)) if is_csr or layout.kind == "lengths" else None,
             mapped=make((len(groups), rows, width)) if layout.kind == "inverse_map" else None,
+            num_cut=make((1,)) if is_csr else None,
         )
         self._views[out] = {}
         if layout.kind != "placeholder":
             self._warm_up(out)
         return out
 
-    def _array(self, shape: tuple[int, ...], value: int = 0, dtype: str = "int32") -> Array:
-        return self._backend.from_host(np.full(shape, value, dtype), self._device)
+    def _array(self, shape: tuple[int, ...], dtype: str = "int32", fills: tuple[int, ...] = ()) -> Array:
+        """Return an array of zeros, or of one number for each entry of its first axis."""
+        array = np.zeros(shape, dtype)
+        for part, value in zip(array, fills, strict=bool(fills)):
+            part[...] = value
+        return self._backend.from_host(array, self._device)
 
     def _warm_up(self, out: ExportBuffers) -> None:
         """Compile every kernel that writes `out`, over batches that leave it as it is."""

@@ -25,13 +25,15 @@ class HostPath(Protocol):
     own are rows that `check_rows` returned.
 
     Attributes:
-        filled: [num_groups, max_num_reqs] int32. Columns in use of each row; up to date after every operation.
+        filled: [num_groups, num_rows] int32. Columns in use of each row; up to date after every operation.
+        committed_filled: [num_groups, num_rows] int32. The same as of the last commit; -1: not known (R24).
         columns_per_block: [num_groups, 1] int64.
 
     Rules: R4-R9.
     """
 
     filled: IntArray
+    committed_filled: IntArray
     columns_per_block: IntArray
 
     @property
@@ -127,9 +129,6 @@ class HostPath(Protocol):
             offsets: [n] int64.
             lengths: [n] int64, at least 1.
         """
-
-    def pending_counts(self, start: int, stop: int) -> IntArray:
-        """Return those of rows start .. stop - 1 whose filled count the device does not have yet, in any group."""
 
     def writes(self) -> Writes:
         """Return what has changed as arrays. Valid until the next operation.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from blocktable.config import BlockTableConfig
-from blocktable.constants import NULL_BLOCK_ID, PAD_SLOT_ID
 from blocktable.errors import ArgumentError, BlockTableError
 from blocktable.host_path import HostPath
 from blocktable.protocols import Backend, BlockStore, IntArray
@@ -62,8 +61,9 @@ def locate(config: BlockTableConfig, rows: HostPath, group: int, slot: int) -> S
     tokens, expansion = geometry.tokens_per_column, geometry.blocks_per_kv_block
     if geometry.slot_mode == "none":
         raise ArgumentError(f'group {group} has slot_mode="none": it has no slots.')
-    if not 0 <= slot < geometry.block_id_limit * geometry.block_size:
-        meaning = " (PAD_SLOT_ID, no slot)" if slot == PAD_SLOT_ID else ""
+    is_pad = slot == geometry.pad_slot_id
+    if is_pad or not 0 <= slot < geometry.block_id_limit * geometry.block_size:
+        meaning = " (pad_slot_id, no slot)" if is_pad else ""
         raise ArgumentError(f"slot {slot}{meaning} is outside the cache of group {group}.")
     kernel_block_id, offset = divmod(slot, tokens)
     found_rows, columns = np.nonzero(config.arena.view(rows.mirror, group) == kernel_block_id)
@@ -90,7 +90,7 @@ def _position(config: BlockTableConfig, group: int, local: int) -> int:
 def block_ids_of(config: BlockTableConfig, rows: HostPath, row: int, group: int) -> IntArray:
     """Do what `BlockTable.block_ids` says, for a row and a group that exist."""
     expansion = config.groups[group].blocks_per_kv_block
-    # The first column of each block. NULL is so in all columns, and the division leaves it what it is.
+    # The first column of each block. A hole is the filler in all columns: the null block's first one, or -1.
     firsts = config.arena.view(rows.mirror, group)[row, : rows.filled[group, row] : expansion]
     ids: IntArray = firsts // expansion
     return ids
@@ -103,10 +103,10 @@ def num_common_blocks(config: BlockTableConfig, rows: HostPath, chosen: IntArray
     expansion = config.groups[group].blocks_per_kv_block
     firsts = config.arena.view(rows.mirror, group)[:, ::expansion]
     end = int(rows.filled[group, chosen].min()) // expansion
-    start, size = 0, FIRST_LOOK
+    null, start, size = config.groups[group].null_block_id, 0, FIRST_LOOK
     while start < end:
         ids = firsts[chosen, start : min(start + size, end)] // expansion
-        is_common = (ids == ids[0]).all(0) & (ids[0] != NULL_BLOCK_ID)
+        is_common = (ids == ids[0]).all(0) & (ids[0] != null)
         if not is_common.all():
             return start + int(is_common.argmin())
         start, size = start + size, 4 * size

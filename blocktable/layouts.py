@@ -42,7 +42,8 @@ class Layout:
         source: where its rules were read.
         dtype: of the entries.
         shape: of a group's entries. B batch rows, M columns, N kernel blocks of the cache, S state columns, n entries.
-        null: entry of a place that holds no block.
+        null: entry of a place that holds no block. -1: the consumer tests for it. None: it reads entries past the length,
+            and wants a valid address there: the group's filler, or kernel block 0 where that is -1.
         block_multiple: `kernel_block_size` must be a multiple of it.
         block_sizes: the values that `kernel_block_size` may have; empty: any.
         power_of_two: whether `kernel_block_size` must be a power of two.
@@ -66,7 +67,7 @@ class Layout:
     source: str = ""
     dtype: Literal["int32", "int64"] = "int32"
     shape: tuple[str, ...] = ("B", "M")
-    null: int = 0
+    null: int | None = None
     block_multiple: int = 1
     block_sizes: tuple[int, ...] = ()
     power_of_two: bool = False
@@ -80,9 +81,9 @@ class Layout:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kind", get_args(Kind)), ("dtype", ("int32", "int64")), ("null", (0, -1))):
+        for name, allowed in (("kind", get_args(Kind)), ("dtype", ("int32", "int64")), ("null", (None, -1))):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"Layout {self.name!r}: {name} must be one of {allowed}, got {getattr(self, name)}.")
+                raise ConfigError(f"Layout {self.name!r}: {name} must be one of {allowed}, got {getattr(self, name)!r}.")
         if self.state_columns not in get_args(StateColumns):
             raise ConfigError(f"Layout {self.name!r}: state_columns must be one of {get_args(StateColumns)}.")
         for name in ("block_multiple", "width_tokens", "entry_scale", "num_columns"):
@@ -98,7 +99,7 @@ class Layout:
         kind = self.kind
         wrong = {
             "dtype": self.dtype != "int32" and kind not in ("table", "state"),
-            "null": (self.null != 0 and kind not in ("table", "state", "inverse_map"))
+            "null": (self.null is not None and kind not in ("table", "state", "inverse_map"))
             or (kind == "inverse_map" and self.null != -1),
             "entry_scale": self.entry_scale != 1 and kind not in ("table", "kv_offsets"),
             "value_offset": self.value_offset != 0 and kind != "kv_offsets",
@@ -333,7 +334,7 @@ STATE = Layout(
     shape=("B",),
     null=-1,
     source="vLLM: v1/attention/backends/mamba_attn.py",
-    note="kernels skip index -1; some skip 0 too: set null to 0 for those",
+    note="kernels skip index -1; set null to None for those that skip the null block instead",
 )
 SPECULATIVE_STATE = Layout(
     name="speculative_state",

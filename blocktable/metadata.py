@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from blocktable.batches import SeqLens
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError
 from blocktable.exports import Export
@@ -40,7 +41,7 @@ class StepMetadata:
         num_reqs: requests.
         num_reqs_padded: batch rows.
         query_start_loc: [num_reqs + 1] int32, as given. First token of each request.
-        seq_lens: [num_reqs] int32, as given. Tokens of each sequence, over all ranks.
+        seq_lens: [num_reqs] int32, as given: tokens of each sequence, over all ranks; or a tuple of one for each group.
         groups: one for each group.
         max_query_len: tokens of the longest query in this step, as given; a host number, None where it was not.
         max_seq_len: tokens of the longest sequence, as given; a host number, None where it was not.
@@ -49,7 +50,7 @@ class StepMetadata:
     num_reqs: int
     num_reqs_padded: int
     query_start_loc: Array
-    seq_lens: Array
+    seq_lens: SeqLens
     groups: tuple[GroupMetadata, ...]
     max_query_len: int | None = None
     max_seq_len: int | None = None
@@ -57,7 +58,7 @@ class StepMetadata:
 
 @dataclass(frozen=True)
 class Family:
-    """Groups that one export serves: of one layout and one geometry.
+    """Groups that one export serves: of one layout, one geometry and one array of lengths.
 
     Attributes:
         layout: the layout.
@@ -75,12 +76,12 @@ class MetadataPlan:
     Attributes:
         families: the exports.
         places: group -> (its family, its place there); None where it has no export.
-        lengths: the family whose lengths are those of every group that ranks share; None where no group is.
+        lengths: group -> the family that brings this rank's lengths of it; None where ranks do not share it.
     """
 
     families: tuple[Family, ...]
     places: tuple[tuple[int, int] | None, ...]
-    lengths: int | None
+    lengths: tuple[int | None, ...]
 
 
 Layouts = str | Layout | None | Sequence[str | Layout | None]
@@ -106,33 +107,67 @@ def is_shared_out(config: BlockTableConfig, group: int) -> bool:
     return config.groups[group].is_sharded and config.context_parallel.world_size > 1
 
 
-def make_plan(config: BlockTableConfig, layouts: Sequence[Layout | None]) -> MetadataPlan:
-    """Put groups of one layout and geometry together, in the order of their first group.
+def lengths_per_group(config: BlockTableConfig, seq_lens: Any) -> tuple[SeqLens, tuple[int, ...]]:
+    """Return lengths as a step keeps them, and for each group the first one whose array it shares.
+
+    Args:
+        seq_lens: [num_reqs] int32, or a list or tuple of one such array for each group.
+
+    Raises:
+        ArgumentError: another number of arrays.
+    """
+    num_groups = len(config.groups)
+    if not isinstance(seq_lens, list | tuple):
+        return seq_lens, (0,) * num_groups
+    if len(seq_lens) != num_groups:
+        raise ArgumentError(f"seq_lens must be one array, or one for each of the {num_groups} groups; got {len(seq_lens)}.")
+    first_with = [next(i for i, other in enumerate(seq_lens) if other is array) for array in seq_lens]
+    return tuple(seq_lens), tuple(first_with)
+
+
+def lengths_of(seq_lens: SeqLens, group: int) -> Array:
+    """Return the array of a group."""
+    return seq_lens[group] if isinstance(seq_lens, tuple) else seq_lens
+
+
+def batch_of(batch: Batch, seq_lens: SeqLens, family: Family) -> Batch:
+    """Return the batch that a family exports: the step's, with the lengths of its groups."""
+    lens = lengths_of(seq_lens, family.groups[0])
+    return batch if lens is batch.seq_lens else replace(batch, seq_lens=lens)
+
+
+def make_plan(
+    config: BlockTableConfig, layouts: Sequence[Layout | None], lengths_from: Sequence[int]
+) -> MetadataPlan:
+    """Put groups of one layout, geometry and array of lengths together, in the order of their first group.
 
     This rank's lengths depend on no block size: one export brings them for all groups that ranks share.
+
+    Args:
+        lengths_from: group -> the first group whose array of lengths it shares.
     """
     members: dict[tuple[Any, ...], list[int]] = {}
     for group, layout in enumerate(layouts):
         if layout is not None:
             geometry = (config.groups[group].tokens_per_column, is_shared_out(config, group), config.width(group))
-            members.setdefault((layout, *geometry), []).append(group)
+            members.setdefault((layout, lengths_from[group], *geometry), []).append(group)
     families = [Family(layout, tuple(groups)) for (layout, *_), groups in members.items()]
-    shared_out = [group for group in range(len(config.groups)) if is_shared_out(config, group)]
-    lengths = None
-    if shared_out:
-        bring_them = [
-            index
-            for index, family in enumerate(families)
-            if family.layout.kind in ("csr", "token_csr", "lengths") and family.groups[0] in shared_out
-        ]
-        if not bring_them:
-            families.append(Family(LOCAL_LENGTHS, (shared_out[0],)))
-        lengths = bring_them[0] if bring_them else len(families) - 1
+    lengths: list[int | None] = [None] * len(config.groups)
+    brought: dict[int, int] = {}  # first group with an array of lengths -> the family that brings this rank's
+    for index, family in enumerate(families):
+        if family.layout.kind in ("csr", "token_csr", "lengths") and is_shared_out(config, family.groups[0]):
+            brought.setdefault(lengths_from[family.groups[0]], index)
+    for group in range(len(config.groups)):
+        if is_shared_out(config, group):
+            if lengths_from[group] not in brought:
+                brought[lengths_from[group]] = len(families)
+                families.append(Family(LOCAL_LENGTHS, (group,)))
+            lengths[group] = brought[lengths_from[group]]
     places: list[tuple[int, int] | None] = [None] * len(config.groups)
     for index, family in enumerate(families[: len(members)]):
         for place, group in enumerate(family.groups):
             places[group] = (index, place)
-    return MetadataPlan(tuple(families), tuple(places), lengths)
+    return MetadataPlan(tuple(families), tuple(places), tuple(lengths))
 
 
 def make_metadata(
@@ -141,7 +176,7 @@ def make_metadata(
     exports: Sequence[Export],
     batch: Batch,
     *,
-    config: BlockTableConfig,
+    seq_lens: SeqLens,
     max_query_len: int | None,
     max_seq_len: int | None,
 ) -> StepMetadata:
@@ -152,11 +187,10 @@ def make_metadata(
         if place is not None:
             export = exports[place[0]]
             entries = export.entries[place[1]] if export.entries else None
-        lens = batch.seq_lens
-        if plan.lengths is not None and is_shared_out(config, group):
-            lens = exports[plan.lengths].lengths
+        family = plan.lengths[group]
+        lens = lengths_of(seq_lens, group) if family is None else exports[family].lengths
         groups.append(GroupMetadata(step.block_tables[group], step.slot_mappings[group], lens, export, entries))
     return StepMetadata(
-        *(batch.num_reqs, batch.num_reqs_padded, batch.query_start_loc, batch.seq_lens, tuple(groups)),
+        *(batch.num_reqs, batch.num_reqs_padded, batch.query_start_loc, seq_lens, tuple(groups)),
         *(max_query_len, max_seq_len),
     )

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from blocktable.config import Arena, BlockTableConfig
-from blocktable.constants import NULL_BLOCK_ID
 from blocktable.layouts import Layout
 
 CHANGES_HEADER = 5
@@ -52,7 +51,8 @@ class Batch:
         query_start_loc: [num_reqs + 1] int32. First token of each request. None: for `gather` alone.
         positions: [>= num_tokens] int64. Token -> its absolute index in its request. None: for `gather` alone.
         num_reqs: requests in the batch.
-        num_reqs_padded: batch rows to produce; rows from `num_reqs` on are NULL.
+        num_reqs_padded: batch rows to produce; rows from `num_reqs` on are NULL. At most `max_num_reqs`, and with the
+            identity at most the table's rows.
         num_computed_tokens: [num_reqs] int32. Batch index -> tokens computed before this step (R11).
         num_positions: entries of `positions`; an array may not say it itself.
         wants_tables: whether a fused step must gather; else the caller is given the table's own rows (R10).
@@ -94,9 +94,10 @@ class Writes:
     def pack_changes(self, block: IntArray) -> int:
         """Lay a commit out for a kernel that takes it by value, in its own parameters.
 
-        Five counts (single values, ranges, range values, ranges that become NULL, their entries), then: offsets of the
-        single values, those values; offsets of the ranges, where each starts among the range values, those values;
-        offsets of the NULL ranges, where each starts among their entries. All int32: for arenas below 2**31 entries.
+        Five counts (single values, ranges, range values, constant ranges, their entries), then: offsets of the single
+        values, those values; offsets of the ranges, where each starts among the range values, those values; offsets of
+        the constant ranges, where each starts among their entries, the one value of each. A range is constant where it
+        has at least 2 entries, all of one value. All int32: for arenas below 2**31 entries.
 
         Args:
             block: [n] int32, written.
@@ -116,28 +117,30 @@ class Writes:
             return end
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         is_single = lengths == 1
-        is_null = ~is_single & ~np.logical_or.reduceat(values != NULL_BLOCK_ID, starts)
-        is_range = ~is_single & ~is_null
+        first_values = values[starts]
+        differs = np.logical_or.reduceat(values != np.repeat(first_values, lengths), starts)
+        is_constant = ~is_single & ~differs
+        is_range = ~is_single & differs
         sizes = [
             int(np.count_nonzero(is_single)),
             int(np.count_nonzero(is_range)),
-            0,
-            int(np.count_nonzero(is_null)),
-            0,
+            int(lengths[is_range].sum()),
+            int(np.count_nonzero(is_constant)),
+            int(lengths[is_constant].sum()),
         ]
-        sizes[2], sizes[4] = int(lengths[is_range].sum()), int(lengths[is_null].sum())
-        end = CHANGES_HEADER + 2 * (sizes[0] + sizes[1] + sizes[3]) + sizes[2]
+        end = CHANGES_HEADER + 2 * (sizes[0] + sizes[1]) + sizes[2] + 3 * sizes[3]
         if end > block.size:
             return 0
         block[:CHANGES_HEADER] = sizes
         parts = (
             offsets[is_single],
-            values[starts[is_single]],
+            first_values[is_single],
             offsets[is_range],
             np.cumsum(lengths[is_range]) - lengths[is_range],
             values[np.repeat(is_range, lengths)],
-            offsets[is_null],
-            np.cumsum(lengths[is_null]) - lengths[is_null],
+            offsets[is_constant],
+            np.cumsum(lengths[is_constant]) - lengths[is_constant],
+            first_values[is_constant],
         )
         np.concatenate(parts, out=block[CHANGES_HEADER:end], casting="unsafe")
         return end
@@ -267,6 +270,8 @@ class ExportBuffers:
         capacity: "csr", "token_csr": entries of each group's indices; else 0.
         num_kernel_blocks: "inverse_map": kernel blocks of each group's cache; else 0.
         members: [num_groups] int32. `groups` on the device.
+        fills: for each group, what a place without an entry holds: the layout's null, or where that is None a valid
+            entry, made of the group's filler, or of block 0 where that is -1 (R25).
         counts: [2 * max_num_reqs + 2] int32, the backend's own. Entries of each batch row; those of the call before;
             all of them together; all of the call before.
         entries: by kind, C-contiguous; None for "lengths".
@@ -280,6 +285,8 @@ class ExportBuffers:
         last_page_lens: "csr", "token_csr": [max_num_reqs] int32. Tokens in each request's last kernel block.
         lengths: "csr", "token_csr", "lengths": [max_num_reqs] int32. Tokens of each request that this rank holds.
         mapped: "inverse_map": [num_groups, max_num_reqs, width] int32, the backend's own. The blocks in the map.
+        num_cut: "csr", "token_csr": [1] int32. Entries that `capacity` has left out, of all calls together since the
+            set was made or reset; at most 2**31 - 1.
     """
 
     layout: Layout
@@ -288,12 +295,14 @@ class ExportBuffers:
     capacity: int
     num_kernel_blocks: int
     members: Array
+    fills: tuple[int, ...]
     counts: Array
     entries: Array | None = None
     indptr: Array | None = None
     last_page_lens: Array | None = None
     lengths: Array | None = None
     mapped: Array | None = None
+    num_cut: Array | None = None
 
 
 class BlockStore(Protocol):
@@ -309,7 +318,7 @@ class BlockStore(Protocol):
         """
 
     def table(self, group: int) -> Array:
-        """Return group's rows, `[max_num_reqs, width]` int32, or for -1 the filled counts, without a copy."""
+        """Return group's rows, `[num_rows, width]` int32, or for -1 the filled counts, without a copy."""
 
     def create_buffers(self) -> StepBuffers:
         """Return a new set of outputs, filled with NULL and PAD."""
@@ -363,19 +372,23 @@ class ExportingStore(BlockStore, Protocol):
         """
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
-        """Fill the entries with the layout's null and all else but `members` with 0, trusting nothing (R24)."""
+        """Fill the entries of each group with its `fills` and all else but `members` with 0, trusting nothing (R24)."""
 
 
 class SlotMapper(Protocol):
     """The slot-mapping kernel of one table."""
 
-    def compute_slot_mappings(self, batch: Batch, out: Sequence[Array], *, stream: int | None) -> None:
-        """Write the slot of every token for every group, PAD to the end of each array (R12-R16).
+    def compute_slot_mappings(
+        self, batch: Batch, out: Sequence[Array], *, stream: int | None, groups: Sequence[int] | None = None
+    ) -> None:
+        """Write the slot of every token, PAD to the end of each array (R12-R16).
 
         Args:
             batch: `query_start_loc` and `positions` are given.
             out: one array for each group, of the configured slot dtype, at least `len(positions)` long.
             stream: handle of the stream to work on; None: the backend's current one.
+            groups: the groups that `out` belongs to, distinct, in that order: cross-attention groups among them have
+                slots, as linear ones do. None: all groups, and those have none (R14).
         """
 
 

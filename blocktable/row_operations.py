@@ -216,7 +216,7 @@ class RowOperations:
 
         Args:
             group: the group.
-            old_ids: [n] ints. Distinct manager block ids, not the NULL block's; those that no row holds change nothing.
+            old_ids: [n] ints. Distinct manager block ids, not null_block_id; those that no row holds change nothing.
             new_ids: [n] ints. Manager block ids; they may repeat.
 
         Raises:
@@ -270,7 +270,7 @@ class RowOperations:
     # What rows hold.
 
     def block_ids(self, row: int, group: int) -> IntArray:
-        """Return the manager ids that a row holds now, as they were given; NULL_BLOCK_ID where blocks became NULL.
+        """Return the manager ids that a row holds now, as they were given; a hole has the group's null_block_id.
 
         Returns:
             [n] int32. A copy.
@@ -301,7 +301,7 @@ class RowOperations:
         return num_common_blocks(self.config, self._rows, checked, self._group_index(group))
 
     def _one_row(self, name: str, row: Any) -> IntArray:
-        return np.array([row_index(name, row, self.config.max_num_reqs)])
+        return np.array([row_index(name, row, self.config.num_rows)])
 
     def _group_index(self, group: Any) -> int:
         index = int_scalar("group", group)

@@ -12,7 +12,6 @@ import numpy as np
 
 from blocktable.checks import bounded, ids_per_group, int_array, per_group_counts
 from blocktable.config import BlockTableConfig
-from blocktable.constants import NULL_BLOCK_ID
 from blocktable.errors import ArgumentError, ConfigError, DtypeError, RowCapacityError, RowIndexError
 from blocktable.protocols import IntArray, Writes, ranges
 
@@ -106,13 +105,14 @@ class NumpyRows:
         self.config = config
         self.arena = arena
         try:
-            self._mirror: IntArray = np.zeros(arena.size, np.int32)
-        except (MemoryError, ValueError) as error:
+            self._mirror: IntArray = arena.empty()
+        except (MemoryError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"The table does not fit the host's memory: {4 * arena.size} bytes for {arena.num_rows} rows of "
-                f"{arena.widths} columns; lower max_num_reqs or max_model_len."
+                f"{arena.widths} columns; lower max_num_reqs, max_num_rows or max_model_len."
             ) from error
         self.filled: IntArray = arena.view(self._mirror, -1)
+        self.committed_filled: IntArray = self.filled.copy()
         # Room for a step that appends to every row: a count and a range of columns for each cell.
         self.journal = self.journal_type(4 * arena.num_groups * arena.num_rows + 64)
         self.columns_per_block: IntArray = _column([group.blocks_per_kv_block for group in groups])
@@ -122,9 +122,14 @@ class NumpyRows:
         self._group_offsets = _column(arena.group_offsets)
         self._widths = _column(arena.widths)
         self._first_filled = _column([group * arena.num_rows for group in range(len(groups))])
-        self._lowest_ids = [0 if group.takes_null else 1 for group in groups]
+        self._null_ids = [group.null_block_id for group in groups]
+        self._fillers = _column(arena.fillers)
+        self._is_null_0 = not any(arena.fillers)
+        # Without an expansion a null that is handed in is its own filler.
+        self._expands_nulls = self._expands and any(group.allow_null for group in groups)
         self._id_limits = [group.block_id_limit for group in groups]
-        self._safe_ids = max(self._lowest_ids), min(self._id_limits) - 1
+        # Ids that no group refuses, whatever its null block is.
+        self._safe_ids = max(0, *(null + 1 for null in self._null_ids)), min(self._id_limits) - 1
         # What a steady commit may change (R9) is scattered in any case: sending everything may wait.
         cells = arena.num_groups * arena.num_rows
         steady = arena.num_rows * int(self.columns_per_block.sum()) + cells + sum(arena.widths)
@@ -155,8 +160,7 @@ class NumpyRows:
         if array.min() < 0 or array.max() >= self.arena.num_rows:
             wrong = array[(array < 0) | (array >= self.arena.num_rows)][0]
             raise RowIndexError(
-                f"{name}: row {wrong} is outside the table: rows go from 0 to {self.arena.num_rows - 1} "
-                "(max_num_reqs - 1)."
+                f"{name}: row {wrong} is outside the table: rows go from 0 to {self.arena.num_rows - 1}."
             )
         if advice is None:
             return array
@@ -205,15 +209,17 @@ class NumpyRows:
         return cells
 
     def _refuse_ids(self, group: int, ids: IntArray, name: str = "block_ids") -> None:
-        lowest, limit = self._lowest_ids[group], self._id_limits[group]
-        wrong = np.flatnonzero((ids < lowest) | (ids >= limit))
+        null, limit, is_null = self._null_ids[group], self._id_limits[group], ids == self._null_ids[group]
+        is_wrong = (ids < 0) | (ids >= limit)
+        wrong = np.flatnonzero(is_wrong & ~is_null if self.config.groups[group].allow_null else is_wrong | is_null)
         if not wrong.size:
             return
         where, block_id = f"{name} of group {group}, index {wrong[0]}", int(ids[wrong[0]])
-        if block_id == NULL_BLOCK_ID:
+        if block_id == null:
             raise ArgumentError(
-                f"{where}: block 0 is the NULL block, which is never allocated; set allow_null=True on the group if "
-                "the engine's allocator gives it out."
+                f"{where}: {null} is the group's null_block_id, which stands for no block; set allow_null=True on the "
+                "group if the engine hands it in as a hole"
+                + (", or null_block_id=-1 if its allocator gives block 0 out." if null == 0 else ".")
             )
         num_blocks, expansion = self.config.groups[group].num_blocks, int(self.columns_per_block[group, 0])
         reason = f"num_blocks {num_blocks}" if limit == num_blocks else f"2**31 // {expansion}"
@@ -289,7 +295,7 @@ class NumpyRows:
                 f"0 <= start <= stop <= {held[i]} (the blocks it holds) must hold."
             )
         first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
-        self._null(first + starts * expansion, (stops - starts) * expansion)
+        self._null(first + starts * expansion, (stops - starts) * expansion, self.arena.fillers[group])
 
     def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
         ids = self._check_group_ids("block_ids", group, block_ids)
@@ -329,10 +335,11 @@ class NumpyRows:
 
     def _check_mapping(self, group: int, old_ids: Any, new_ids: Any) -> tuple[IntArray, IntArray]:
         old = int_array("old_ids", [] if old_ids is None else old_ids)
-        if (old == NULL_BLOCK_ID).any():
+        null = self._null_ids[group]
+        if (old == null).any():
             raise ArgumentError(
-                f"old_ids of group {group}: block {NULL_BLOCK_ID} is the NULL block, which stands for no block; fill a "
-                "place of a row that is NULL by replace_blocks."
+                f"old_ids of group {group}: {null} is the group's null_block_id, which stands for no block; fill a "
+                "hole in a row by replace_blocks."
             )
         old, new = self._check_group_ids("old_ids", group, old), self._check_group_ids("new_ids", group, new_ids)
         if old.size != new.size:
@@ -357,16 +364,9 @@ class NumpyRows:
     def occupied_rows(self) -> IntArray:
         return np.flatnonzero(self.filled.any(0))
 
-    def pending_counts(self, start: int, stop: int) -> IntArray:
-        offsets, lengths = self.pending_ranges()
-        pending = np.zeros(self.arena.num_groups * self.arena.num_rows, np.bool_)
-        entries = ranges(offsets, lengths)
-        pending[entries[entries < pending.size]] = True
-        rows: IntArray = start + np.flatnonzero(self.arena.view(pending, -1)[:, start:stop].any(0))
-        return rows
-
     def invalidate(self) -> None:
         self.journal.clear()
+        self.committed_filled.fill(-1)
         self.journal.mark(np.zeros(1, np.int64), np.array([self.arena.size]))
 
     # A commit.
@@ -396,6 +396,7 @@ class NumpyRows:
 
     def committed(self) -> int:
         self.journal.clear()
+        self.committed_filled[...] = self.filled
         num_bytes, self._num_bytes = self._num_bytes, 0
         return num_bytes
 
@@ -414,8 +415,15 @@ class NumpyRows:
         """Expand manager ids, group after group, into kernel ids (R2)."""
         if not self._expands:
             return ids
-        expansion = np.repeat(self.columns_per_block.ravel(), blocks.sum(1))
-        return ranges(ids * expansion, expansion)
+        sizes = blocks.sum(1)
+        expansion = np.repeat(self.columns_per_block.ravel(), sizes)
+        kernel_ids = ranges(ids * expansion, expansion)
+        if self._expands_nulls:
+            is_null = np.repeat(ids == np.repeat(self._null_ids, sizes), expansion)
+            if is_null.any():
+                fillers = np.repeat(self._fillers.ravel(), sizes * self.columns_per_block.ravel())
+                kernel_ids[is_null] = fillers[is_null]
+        return kernel_ids
 
     def _group_kernel_ids(self, group: int, ids: IntArray) -> IntArray:
         """Expand the manager ids of one group."""
@@ -446,8 +454,11 @@ class NumpyRows:
         self.journal.mark(*_runs(entries))  # first: what is noted in vain does no harm
         self.mirror[entries] = values
 
-    def _null(self, starts: IntArray, columns: IntArray) -> None:
-        self.mirror[_entries(starts, columns)] = NULL_BLOCK_ID
+    def _null(self, starts: IntArray, columns: IntArray, fillers: Any = None) -> None:
+        """Make `columns` entries from `starts` on NULL, [num_groups, n] each, or of one group, given its filler."""
+        if fillers is None:
+            fillers = 0 if self._is_null_0 else np.repeat(self._fillers.ravel(), columns.sum(1))
+        self.mirror[_entries(starts, columns)] = fillers
         self.journal.mark(starts, columns)
 
     def _set_filled(self, cells: IntArray, before: IntArray, after: IntArray) -> None:

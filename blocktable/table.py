@@ -8,15 +8,25 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from blocktable.batches import BatchChecks, PlannedExport, StepPlan, require_tokens
+from blocktable.batches import BatchChecks, PlannedExport, SeqLens, StepPlan, batch_key, require_tokens
 from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
-from blocktable.errors import BlockTableError, ConfigError, DtypeError, UnsupportedError
-from blocktable.exports import Export, ExportSets, require_seq_lens
+from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError, UnsupportedError
+from blocktable.exports import Export, ExportSets, check_capacity, check_groups, require_seq_lens
 from blocktable.host_path import make_rows
 from blocktable.inspection import SlotLocation, locate, verify
 from blocktable.layouts import Layout, find_layout
-from blocktable.metadata import Layouts, MetadataPlan, StepMetadata, layouts_per_group, make_metadata, make_plan
+from blocktable.metadata import (
+    Layouts,
+    MetadataPlan,
+    StepMetadata,
+    layouts_per_group,
+    lengths_of,
+    lengths_per_group,
+    batch_of,
+    make_metadata,
+    make_plan,
+)
 from blocktable.protocols import (
     Array,
     Backend,
@@ -94,11 +104,12 @@ class BlockTable(RowOperations):
         self._rows = make_rows(config)
         self._is_invalid = False
         self.num_bytes_sent: int = 0
+        self._num_commits = 0  # with changes
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
         self._views = BufferViews(config, self.store)
         self._exports = ExportSets(config, self.backend, device, self.store)
-        self._metadata_plans: dict[tuple[Layout | None, ...], MetadataPlan] = {}
+        self._metadata_plans: dict[tuple[tuple[Layout | None, ...], tuple[int, ...]], MetadataPlan] = {}
         # Where the store lends memory for changes, the core packs them into it.
         self._lender: Any = self.store if hasattr(self.store, "lend") else None
         can_fuse = self._lender is not None and "fused_step" in self.backend.capabilities
@@ -184,6 +195,8 @@ class BlockTable(RowOperations):
         handle = self._stream(stream, idx_mapping)
         if batch.wants_tables:
             self.store.gather(batch, buffers, stream=handle)
+            views = self._views.of(buffers)
+            views.held, views.held_commits = batch_key(batch), self._num_commits
         return self._views.block_tables(buffers, batch)
 
     def compute_slot_mappings(
@@ -192,6 +205,7 @@ class BlockTable(RowOperations):
         query_start_loc: Array,
         positions: Array,
         *,
+        groups: Sequence[int] | None = None,
         num_tokens_padded: int | None = None,
         out: StepBuffers | Sequence[Array] | None = None,
         stream: Any = None,
@@ -204,7 +218,9 @@ class BlockTable(RowOperations):
             idx_mapping: [num_reqs] int32. Batch index -> row; an entry outside the table is a dummy. None: identity.
             query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is the number of tokens.
             positions: [>= num_tokens] int64. Each token's index in its request, in any order.
-            num_tokens_padded: entries of the views to return. None: the whole buffer.
+            groups: distinct groups: only theirs are written and returned, in this order, and cross-attention groups
+                among them have slots. None: all groups.
+            num_tokens_padded: entries of the views to return. None: `len(positions)`; of arrays given as `out` all.
             out: a set of this table's buffers, or one array for each group: of the slot dtype, contiguous, at least
                 as long as `positions`. None: the table's own set.
             stream: what `stream_handle` takes. None: the current stream of the library that made `positions`.
@@ -213,21 +229,33 @@ class BlockTable(RowOperations):
             One [num_tokens_padded] of the slot dtype for each group. Valid until the next call that writes the set.
 
         Raises:
-            ArgumentError: `positions` or `num_tokens_padded` is longer than the buffer, or lengths disagree.
+            ArgumentError: `positions` or `num_tokens_padded` is longer than the buffer, lengths disagree, or `groups`
+                are not distinct ones of this table.
 
         Rules: R12-R17, R22.
         """
         require_tokens(query_start_loc, positions)
+        chosen = None if groups is None else check_groups(self.config, groups)
         batch = self._checks.batch(idx_mapping, query_start_loc, positions, None, None, None)
+        num_tokens = batch.num_positions
+        is_set = isinstance(out, StepBuffers) or out is None
+        if is_set:
+            buffers = self._buffers(out)  # type: ignore[arg-type]
+            self._checks.num_tokens(num_tokens, num_tokens_padded)
+            arrays = buffers.slot_mappings
+            num_returned = num_tokens if num_tokens_padded is None else num_tokens_padded
+            returned = self._views.slot_mappings(buffers, num_returned)
+            if chosen is not None:
+                arrays, returned = (tuple(slots[group] for group in chosen) for slots in (arrays, returned))
+        else:
+            num_groups = len(self.config.groups) if chosen is None else len(chosen)
+            arrays = returned = self._checks.slot_arrays(out, num_groups, num_tokens, num_tokens_padded)
+            if num_tokens_padded is not None:
+                returned = tuple(array[:num_tokens_padded] for array in arrays)
         handle = self._stream(stream, positions)
-        if isinstance(out, StepBuffers) or out is None:
-            buffers = self._buffers(out)
-            self._checks.num_tokens(batch.num_positions, num_tokens_padded)
-            self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=handle)
-            return self._views.slot_mappings(buffers, num_tokens_padded)
-        arrays = self._checks.slot_arrays(out, batch.num_positions, num_tokens_padded)
-        self.mapper.compute_slot_mappings(batch, arrays, stream=handle)
-        return arrays if num_tokens_padded is None else tuple(array[:num_tokens_padded] for array in arrays)
+        options: Any = {} if chosen is None else {"groups": chosen}  # what most calls of a mapper never see
+        self.mapper.compute_slot_mappings(batch, arrays, stream=handle, **options)
+        return returned
 
     def step(
         self,
@@ -241,7 +269,7 @@ class BlockTable(RowOperations):
         out: StepBuffers | None = None,
         stream: Any = None,
     ) -> Step:
-        """Do a whole step: commit, gather and compute_slot_mappings.
+        """Do a whole step: commit, gather and compute_slot_mappings of all groups.
 
         Args and errors: as those three. When an argument is refused nothing was committed.
 
@@ -265,7 +293,7 @@ class BlockTable(RowOperations):
         query_start_loc: Array,
         positions: Array,
         num_computed_tokens: Array | None,
-        seq_lens: Array | None,
+        seq_lens: SeqLens,
         sizes: tuple[Any, ...],
     ) -> StepPlan:
         """Check the arguments of a step.
@@ -275,13 +303,17 @@ class BlockTable(RowOperations):
         """
         num_reqs_padded, num_tokens_padded, out = sizes[:3]
         require_tokens(query_start_loc, positions)
+        first_lens = lengths_of(seq_lens, 0)
         batch = self._checks.batch(
-            *(idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, seq_lens),
+            *(idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, first_lens),
             will_commit=True,
         )
+        self._checks.seq_lens(seq_lens, batch.num_reqs)
         self._checks.num_tokens(batch.num_positions, num_tokens_padded)
         buffers = self._buffers(out)
-        return StepPlan(batch, buffers, self._views.step(buffers, batch, num_tokens_padded), sizes)
+        num_returned = batch.num_positions if num_tokens_padded is None else num_tokens_padded
+        step = self._views.step(buffers, batch, num_returned)
+        return StepPlan(batch, buffers, self._views.of(buffers), step, sizes, seq_lens)
 
     def _run(self, plan: StepPlan, stream: int | None) -> None:
         """Commit, and do the step of a plan."""
@@ -296,12 +328,17 @@ class BlockTable(RowOperations):
             self._lender.step(used, batch, buffers, stream=stream)
             if rows.journal.size:
                 self._is_invalid = False
-                self.num_bytes_sent += rows.committed()
+                num_bytes = rows.committed()
+                self.num_bytes_sent += num_bytes
+                self._num_commits += num_bytes > 0
+            if plan.held is not None:
+                plan.views.held, plan.views.held_commits = plan.held, self._num_commits
             return
         if rows.has_changes:
             self._commit(stream)
         if batch.wants_tables:
             self.store.gather(batch, buffers, stream=stream)
+            plan.views.held, plan.views.held_commits = plan.held, self._num_commits
         self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=stream)
 
     def create_buffers(self) -> StepBuffers:
@@ -333,7 +370,7 @@ class BlockTable(RowOperations):
         Rules: R25-R31.
         """
         self._require("exports", "create_export()")
-        found, chosen = find_layout(layout), self._exports.check_groups(groups)
+        found, chosen = find_layout(layout), check_groups(self.config, groups)
         self._refuse_capture(found, self._stream(None, None))
         return self._exports.create(found, chosen, capacity)
 
@@ -352,8 +389,9 @@ class BlockTable(RowOperations):
     ) -> Export:
         """Write the batch, as of the last commit, in the layout that an attention kernel reads. Modifies no row.
 
-        A layout of kind "table" that the batch table itself meets is that batch table: nothing is launched, and it
-        holds what the last `gather` or `step` wrote into the set.
+        A layout of kind "table" that the batch table itself meets is that batch table: nothing is launched, and the set
+        must hold this batch, as its last `gather` or `step` wrote it, with no commit of changes after that. Device
+        arrays are told apart by their addresses: one that was refilled in place since then is not seen.
 
         Args:
             layout: a layout, or the name of one of `LAYOUTS`.
@@ -375,17 +413,23 @@ class BlockTable(RowOperations):
             UnsupportedError: the backend does not declare `exports`.
             BlockTableError: the first export into a set that belongs to one of buffers, or host arrays, on a capturing
                 stream.
+            ArgumentError: the batch table is what was asked for, and it holds another batch; or the arrays are the
+                host's, and hold more entries than `capacity`, which device arrays count in `ExportBuffers.num_cut`.
             ArgumentError, ConfigError, DtypeError: a bad argument. Nothing was launched.
 
         Rules: R25-R31.
         """
         self._require("exports", "export()")
-        found, chosen = find_layout(layout), self._exports.check_groups(groups)
+        found, chosen = find_layout(layout), check_groups(self.config, groups)
         require_seq_lens(found, seq_lens)
         batch = self._checks.batch(idx_mapping, None, None, num_reqs, num_reqs_padded, num_computed_tokens, seq_lens)
         handle = self._stream(stream, seq_lens if idx_mapping is None else idx_mapping)
         planned = self._plan_export(found, chosen, batch, out, handle)
-        self._run_export(planned, batch, handle)
+        if planned.buffers is None:
+            self._require_held(found, chosen, batch, out)
+        else:
+            check_capacity(self.config, self._rows.committed_filled, batch, planned.buffers)
+        self._run_export(planned, handle)
         return planned.result
 
     def _plan_export(
@@ -399,28 +443,46 @@ class BlockTable(RowOperations):
         """Say where an export goes; buffers that belong to a set are made at the first call."""
         if isinstance(out, ExportBuffers):
             self._exports.check_own(out, layout, groups)
-            return PlannedExport(layout, out, self._exports.view(out, batch.num_reqs_padded))
+            return PlannedExport(layout, batch, out, self._exports.view(out, batch.num_reqs_padded))
         buffers = self._buffers(out)
         if self._exports.is_batch_table(layout, groups):
             tables = self._views.block_tables(buffers, batch)
-            return PlannedExport(layout, None, self._exports.batch_tables(layout, groups, buffers, tables))
+            return PlannedExport(layout, batch, None, self._exports.batch_tables(layout, groups, buffers, tables))
         target = self._exports.find(layout, groups, buffers)
         if target is None:
             self._refuse_capture(layout, stream)
             target = self._exports.create(layout, groups, None)
             self._exports.keep(target, buffers)
-        return PlannedExport(layout, target, self._exports.view(target, batch.num_reqs_padded))
+        return PlannedExport(layout, batch, target, self._exports.view(target, batch.num_reqs_padded))
 
-    def _run_export(self, planned: PlannedExport, batch: Batch, stream: int | None) -> None:
+    def _require_held(
+        self, layout: Layout, groups: tuple[int, ...], batch: Batch, out: ExportBuffers | StepBuffers | None
+    ) -> None:
+        """Refuse to hand out batch tables that hold another batch (R26)."""
+        if all(self._views.is_own_rows(group, batch) for group in groups):
+            return
+        views = self._views.of(self._buffers(out))  # type: ignore[arg-type]
+        is_cut = any(self.config.groups[group].cut_window is not None for group in groups)
+        is_same = views.held is not None and views.held[: 1 + is_cut] == batch_key(batch)[: 1 + is_cut]
+        if is_same and views.held_commits == self._num_commits:
+            return
+        what = "holds the batch as it was before the last commit" if is_same else "holds another batch, or none"
+        raise ArgumentError(
+            f"{layout.name!r} reads the batch table itself, which {what}: gather or step this batch into the set first "
+            "(the same idx_mapping and num_computed_tokens, and no commit of changes since), or pass the result of "
+            "create_export() as out=, a copy that is right for any batch."
+        )
+
+    def _run_export(self, planned: PlannedExport, stream: int | None) -> None:
         if planned.buffers is not None and planned.layout.kind != "placeholder":
-            self.store.export(planned.layout, batch, planned.buffers, stream=stream)  # type: ignore[attr-defined]
+            self.store.export(planned.layout, planned.batch, planned.buffers, stream=stream)  # type: ignore[attr-defined]
 
     def step_metadata(
         self,
         idx_mapping: Array | None,
         query_start_loc: Array,
         positions: Array,
-        seq_lens: Array,
+        seq_lens: Array | Sequence[Array],
         *,
         layouts: Layouts = None,
         max_query_len: int | None = None,
@@ -439,7 +501,9 @@ class BlockTable(RowOperations):
         Args:
             idx_mapping, query_start_loc, positions, num_reqs_padded, num_tokens_padded, num_computed_tokens, out,
                 stream: as `step`.
-            seq_lens: [num_reqs] int32. Tokens of each sequence, over all ranks, this step's included.
+            seq_lens: [num_reqs] int32. Tokens of each sequence, over all ranks, this step's included. Or a list of one
+                such array for each group: a cross-attention group counts the encoder's tokens. Groups that are given
+                the same array share their exports.
             layouts: what to export: one layout or name for all groups, or one for each; None: nothing.
             max_query_len, max_seq_len: handed on.
 
@@ -451,31 +515,34 @@ class BlockTable(RowOperations):
         if seq_lens is None:
             raise DtypeError("seq_lens must be an int32 array of num_reqs entries, got None.")
         chosen = layouts_per_group(self.config, layouts)
-        exports = self._metadata_plans.get(chosen)
+        lens, lengths_from = lengths_per_group(self.config, seq_lens)
+        plan = self._plan
+        if plan is not None and isinstance(lens, tuple) and isinstance(plan.seq_lens, tuple):
+            if [*map(id, lens)] == [*map(id, plan.seq_lens)]:
+                lens = plan.seq_lens
+        exports = self._metadata_plans.get((chosen, lengths_from))
         if exports is None:
-            exports = self._metadata_plans[chosen] = make_plan(self.config, chosen)
+            exports = self._metadata_plans[chosen, lengths_from] = make_plan(self.config, chosen, lengths_from)
         if exports.families:
             self._require("exports", "step_metadata() with layouts, or over ranks that share a group,")
         handle = self._stream(stream, positions)
         sizes = (num_reqs_padded, num_tokens_padded, out, exports)
-        plan = self._plan
-        if plan is None or not plan.serves(
-            idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens, sizes
-        ):
-            plan = self._make_plan(idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens, sizes)
+        if plan is None or not plan.serves(idx_mapping, query_start_loc, positions, num_computed_tokens, lens, sizes):
+            plan = self._make_plan(idx_mapping, query_start_loc, positions, num_computed_tokens, lens, sizes)
             plan.exports = tuple(
-                self._plan_export(family.layout, family.groups, plan.batch, out, handle) for family in exports.families
+                self._plan_export(family.layout, family.groups, batch_of(plan.batch, lens, family), out, handle)
+                for family in exports.families
             )
             self._plan = plan
         self._run(plan, handle)
         for planned in plan.exports:
-            self._run_export(planned, plan.batch, handle)
+            self._run_export(planned, handle)
         return make_metadata(
             exports,
             plan.step,
             [planned.result for planned in plan.exports],
             plan.batch,
-            config=self.config,
+            seq_lens=lens,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
@@ -517,6 +584,7 @@ class BlockTable(RowOperations):
         """
         self._rows.invalidate()
         self._is_invalid = True
+        self._views.forget_batches()
 
     def _reset_invalid(self, stream: int | None) -> None:
         if self._is_invalid:
@@ -527,7 +595,9 @@ class BlockTable(RowOperations):
     def _end_commit(self) -> None:
         """Forget what the store has taken; until then it stays pending."""
         self._is_invalid = False
-        self.num_bytes_sent += self._rows.committed()
+        num_bytes = self._rows.committed()
+        self.num_bytes_sent += num_bytes
+        self._num_commits += num_bytes > 0
 
     def _stream(self, stream: Any, array: Array | None) -> int | None:
         if not self._has_streams:
@@ -569,19 +639,19 @@ class BlockTable(RowOperations):
 
     @property
     def num_blocks_per_row(self) -> IntArray:
-        """[num_groups, max_num_reqs] int32, read-only. Manager blocks that each row holds now, on the host."""
+        """[num_groups, num_rows] int32, read-only. Manager blocks that each row holds now, on the host."""
         blocks = (self._rows.filled // self._rows.columns_per_block).astype(np.int32)
         blocks.flags.writeable = False
         return blocks
 
     def host_table(self, group: int) -> IntArray:
-        """Return a group's rows on the host, [max_num_reqs, width] int32, as a read-only view that follows changes."""
+        """Return a group's rows on the host, [num_rows, width] int32, as a read-only view that follows changes."""
         view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
         view.flags.writeable = False
         return view
 
     def device_table(self, group: int) -> Array:
-        """Return a group's rows on the device, [max_num_reqs, width] int32, without a copy; callers only read."""
+        """Return a group's rows on the device, [num_rows, width] int32, without a copy; callers only read."""
         return self.store.table(self._group_index(group))
 
     def verify(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +11,24 @@ from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError
 from blocktable.protocols import Array, Batch, BlockStore, Step, StepBuffers
 
-MAX_CACHED_VIEWS = 4096
-"""Views and steps kept for each set of buffers; an engine that pads uses a few dozen."""
+MAX_CACHED_VIEWS = 1024
+"""Views and steps kept for each set of buffers, those used last; an engine that pads uses a few dozen."""
 
 
 @dataclass(slots=True)
-class _Views:
+class Views:
+    """What is known of one set of buffers.
+
+    Attributes:
+        held: the batch that its tables hold, as `batch_key` names it. None: none.
+        held_commits: the table's commits with changes at that time.
+    """
+
     block_tables: dict[tuple[int, bool, bool], tuple[Array, ...]] = field(default_factory=dict)
     slot_mappings: dict[int, tuple[Array, ...]] = field(default_factory=dict)
     steps: dict[tuple[int, bool, bool, int], Step] = field(default_factory=dict)
+    held: Any = None
+    held_commits: int = 0
 
 
 class BufferViews:
@@ -32,7 +41,7 @@ class BufferViews:
 
     def __init__(self, config: BlockTableConfig, store: BlockStore) -> None:
         self._config, self._store = config, store
-        self._sets: weakref.WeakKeyDictionary[StepBuffers, _Views] = weakref.WeakKeyDictionary()
+        self._sets: weakref.WeakKeyDictionary[StepBuffers, Views] = weakref.WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[StepBuffers]:
         """Go through the sets that live."""
@@ -41,8 +50,17 @@ class BufferViews:
     def create(self) -> StepBuffers:
         """Return a new set."""
         buffers = self._store.create_buffers()
-        self._sets[buffers] = _Views()
+        self._sets[buffers] = Views()
         return buffers
+
+    def of(self, buffers: StepBuffers) -> Views:
+        """Return what is known of a set."""
+        return self._sets[buffers]
+
+    def forget_batches(self) -> None:
+        """Note that no set holds a batch any more."""
+        for views in self._sets.values():
+            views.held = None
 
     def require(self, buffers: Any) -> None:
         """Refuse what is no set of this table."""
@@ -52,43 +70,49 @@ class BufferViews:
     def block_tables(self, buffers: StepBuffers, batch: Batch) -> tuple[Array, ...]:
         """Return the batch tables of a batch; with the identity they are the table's own first rows (R10)."""
         views = self._sets[buffers]
-        num_rows, identity, windowed = key = _view_key(batch)
-        found = views.block_tables.get(key)
-        if found is None:
-            found = tuple(
-                (self._store.table(index) if identity and not (windowed and group.sliding_window) else table)[:num_rows]
-                for index, (group, table) in enumerate(zip(self._config.groups, buffers.block_tables, strict=True))
+        key = _view_key(batch)
+
+        def make() -> tuple[Array, ...]:
+            tables = enumerate(buffers.block_tables)
+            return tuple(
+                (self._store.table(group) if self.is_own_rows(group, batch) else table)[: batch.num_reqs_padded]
+                for group, table in tables
             )
-            _remember(views.block_tables, key, found)
-        return found
 
-    def slot_mappings(self, buffers: StepBuffers, num_tokens_padded: int | None) -> tuple[Array, ...]:
-        """Return the first slots of each group; None: all."""
-        if num_tokens_padded is None:
-            return buffers.slot_mappings
-        views = self._sets[buffers]
-        found = views.slot_mappings.get(num_tokens_padded)
-        if found is None:
-            found = tuple(slots[:num_tokens_padded] for slots in buffers.slot_mappings)
-            _remember(views.slot_mappings, num_tokens_padded, found)
-        return found
+        return _cached(views.block_tables, key, make)
 
-    def step(self, buffers: StepBuffers, batch: Batch, num_tokens_padded: int | None) -> Step:
+    def is_own_rows(self, group: int, batch: Batch) -> bool:
+        """Say whether a batch's table of a group is the table's own first rows: identity, and no window to cut out."""
+        is_cut = batch.num_computed_tokens is not None and self._config.groups[group].cut_window is not None
+        return batch.idx_mapping is None and not is_cut
+
+    def slot_mappings(self, buffers: StepBuffers, num_tokens_padded: int) -> tuple[Array, ...]:
+        """Return the first slots of each group."""
+
+        def make() -> tuple[Array, ...]:
+            return tuple(slots[:num_tokens_padded] for slots in buffers.slot_mappings)
+
+        return _cached(self._sets[buffers].slot_mappings, num_tokens_padded, make)
+
+    def step(self, buffers: StepBuffers, batch: Batch, num_tokens_padded: int) -> Step:
         """Return what a step hands out."""
-        views = self._sets[buffers]
-        key = (*_view_key(batch), -1 if num_tokens_padded is None else num_tokens_padded)
-        found = views.steps.get(key)
-        if found is None:
-            found = Step(self.block_tables(buffers, batch), self.slot_mappings(buffers, num_tokens_padded))
-            _remember(views.steps, key, found)
-        return found
+
+        def make() -> Step:
+            return Step(self.block_tables(buffers, batch), self.slot_mappings(buffers, num_tokens_padded))
+
+        return _cached(self._sets[buffers].steps, (*_view_key(batch), num_tokens_padded), make)
 
 
 def _view_key(batch: Batch) -> tuple[int, bool, bool]:
     return batch.num_reqs_padded, batch.idx_mapping is None, batch.num_computed_tokens is not None
 
 
-def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(cache) >= MAX_CACHED_VIEWS:  # an engine that never pads asks for every size
-        cache.clear()
-    cache[key] = value
+def _cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Return what is kept for a key, or make it; an engine that never pads asks for every size, so the oldest goes."""
+    found = cache.pop(key, None)
+    if found is None:
+        found = make()
+        if len(cache) >= MAX_CACHED_VIEWS:
+            del cache[next(iter(cache))]
+    cache[key] = found
+    return found

@@ -193,7 +193,7 @@ def test_an_unsorted_append_survives_a_look_at_the_journal() -> None:
     compiled, plain = both(ONE_GROUP)
     for host in (compiled, plain):
         host.append_rows(np.array([3, 1]), np.array([30, 10], np.int32), np.array([1, 1]))
-        host.pending_counts(0, 12)
+        host.pending_ranges()
     same(compiled, plain)
 
 

@@ -63,14 +63,14 @@ def test_long_ranges_and_the_others_are_all_of_them(seed: int, limit: int) -> No
 
 
 def test_a_row_that_ends_stays_small() -> None:
-    """A request of 8,192 columns that has finished: what becomes NULL travels as offset and length."""
+    """A request of 8,192 columns that has finished: what becomes NULL travels as offset, length and value."""
     arena = BlockTableConfig(
         groups=[KVCacheGroup(block_size=16)], max_num_reqs=2, max_num_batched_tokens=16, max_model_len=16 * 8192
     ).arena
     offsets, lengths = np.array([1, arena.size - 8192], np.int64), np.array([1, 8192], np.int32)
     block = np.full(64, -1, np.int32)
     used = Writes(arena, offsets, lengths, np.zeros(8193, np.int32)).pack_changes(block)
-    assert block[:used].tolist() == [1, 0, 0, 1, 8192, 1, 0, arena.size - 8192, 0]
+    assert block[:used].tolist() == [1, 0, 0, 1, 8192, 1, 0, arena.size - 8192, 0, 0]
 
 
 def test_changes_stay_pending_until_they_are_committed() -> None:

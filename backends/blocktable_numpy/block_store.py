@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import (
-    NULL_BLOCK_ID,
-    PAD_SLOT_ID,
+    Arena,
     ArgumentError,
     Batch,
     BlockTableConfig,
@@ -37,7 +36,7 @@ class NumpyBuffers(StepBuffers):
     """Outputs, and what they show.
 
     Attributes:
-        batch: [arena.size] int32. The batch tables, laid out as the arena.
+        batch: [batch_arena.size] int32. The batch tables, laid out as `config.batch_arena`.
         held: [num_groups, max_num_reqs] int32, a view of it. Batch row -> columns it holds; the others are NULL.
         shown: [4, num_groups, max_num_reqs] int64. Batch row -> what decides its contents: the row, the columns that
             the window has left behind, the columns in use, the last write to the row. -1: the batch row is NULL.
@@ -57,20 +56,25 @@ class NumpyBlockStore:
     Attributes:
         config: as given.
         arena: [arena.size] int32.
-        filled: [num_groups, max_num_reqs] int32, a view of it. Row -> columns in use.
-        row_starts: [num_groups, max_num_reqs] int64. Row -> its first entry.
+        filled: [num_groups, num_rows] int32, a view of it. Row -> columns in use.
+        row_starts: [num_groups, num_rows] int64. Row -> its first entry.
+        batch_starts: [num_groups, max_num_reqs] int64. Batch row -> its first entry in the batch tables.
+        fillers: [num_groups] int32. What an entry without a block holds.
+        null_starts: [num_groups] int64. First kernel block of the null block; -k where there is none.
+        blocks_per_kv_block: [num_groups] int64.
     """
 
     def __init__(self, config: BlockTableConfig) -> None:
         arena = config.arena
         self.config = config
-        self.arena: Ints = np.zeros(arena.size, np.int32)
+        self.arena: Ints = arena.empty()
         self.filled: Ints = self.table(-1)
-        group_starts, widths = np.array(arena.group_offsets)[:, None], np.array(arena.widths)[:, None]
-        self.row_starts: Ints = group_starts + widths * np.arange(arena.num_rows)
-        # [num_groups] int64.
-        self._blocks_per_kv_block: Ints = np.array([group.blocks_per_kv_block for group in config.groups])
-        # [num_groups, max_num_reqs] int64. Row -> number of the last write to its columns.
+        self.row_starts: Ints = _starts(arena)
+        self.batch_starts: Ints = _starts(config.batch_arena)
+        self.fillers: Ints = np.array(arena.fillers, np.int32)
+        self.null_starts: Ints = np.array([group.null_start for group in config.groups])
+        self.blocks_per_kv_block: Ints = np.array([group.blocks_per_kv_block for group in config.groups])
+        # [num_groups, num_rows] int64. Row -> number of the last write to its columns.
         self._last_writes: Ints = np.zeros_like(self.row_starts)
         self._num_writes: int = 0
 
@@ -91,34 +95,34 @@ class NumpyBlockStore:
         return view
 
     def create_buffers(self) -> NumpyBuffers:
-        arena = self.config.arena
-        batch = np.zeros(arena.size, np.int32)
+        arena = self.config.batch_arena
+        batch = arena.empty()
         slot_dtype = np.dtype(self.config.slot_dtype)
         return NumpyBuffers(
             block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
             slot_mappings=tuple(
-                np.full(self.config.max_num_batched_tokens, PAD_SLOT_ID, slot_dtype) for _ in self.config.groups
+                np.full(self.config.max_num_batched_tokens, group.pad_slot_id, slot_dtype) for group in self.config.groups
             ),
             batch=batch,
             held=arena.view(batch, -1),
-            shown=np.full((4, *self.row_starts.shape), -1),
+            shown=np.full((4, *self.batch_starts.shape), -1),
         )
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
         assert isinstance(out, NumpyBuffers)
-        out.batch.fill(NULL_BLOCK_ID)
+        out.batch[...] = self.config.batch_arena.empty()
         out.shown.fill(-1)
-        for slots in out.slot_mappings:
-            slots.fill(PAD_SLOT_ID)
+        for group, slots in zip(self.config.groups, out.slot_mappings, strict=True):
+            slots.fill(group.pad_slot_id)
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         assert isinstance(out, NumpyBuffers)
         rows, first_columns = self.rows_of(batch), self.first_columns(batch)
         is_shown = self._update_shown(rows, first_columns, out.shown)
-        null_stale_columns(rows, self.filled, self.row_starts, out.held, out.batch)
-        gather_block_tables(
-            rows, first_columns, self.filled, self.arena, self.row_starts, is_shown, out.held, out.batch
-        )
+        fillers, batch_starts = self.fillers, self.batch_starts
+        null_stale_columns(rows, self.filled, batch_starts, fillers, out.held, out.batch)
+        table = (self.filled, self.arena, self.row_starts)
+        gather_block_tables(rows, first_columns, *table, batch_starts, fillers, is_shown, out.held, out.batch)
 
     def _update_shown(self, rows: Ints, first_columns: Ints, shown: Ints) -> Ints:
         """Note what a gather shows; return [num_groups, num_reqs] bool, whether the batch row shows it already."""
@@ -140,29 +144,33 @@ class NumpyBlockStore:
         seq_lens = None if batch.seq_lens is None else host_array(batch.seq_lens)
         group, max_num_reqs = self.config.groups[out.groups[0]], self.config.max_num_reqs
         tokens, table = group.tokens_per_column, (self.row_starts, self.arena, out.members)
+        nulls = (self.null_starts, self.blocks_per_kv_block, out.fills)
         if kind == "state":
             states = _given(out.entries).reshape(len(out.groups), max_num_reqs, layout.num_columns)
-            gather_state_indices(rows, seq_lens, self.filled, *table, tokens, layout, states)
+            gather_state_indices(rows, seq_lens, self.filled, *table, *nulls, tokens, layout, states)
             return
         lengths = self._local_lengths(rows, seq_lens, group)
         count_entries(rows, lengths, self.filled, out.members, out.width, tokens, kind, counts, out.lengths)
         if kind in ("csr", "token_csr"):
             by_token, indptr = kind == "token_csr", _given(out.indptr)
             sizes = (rows.size, max_num_reqs, out.capacity, 1 if by_token else tokens)
-            start_requests(*sizes, _given(out.lengths), counts, indptr, _given(out.last_page_lens))
-            write_indices(rows, first_columns, *table, tokens, by_token, counts, indptr, _given(out.entries))
+            start_requests(
+                *sizes, _given(out.lengths), counts, indptr, _given(out.last_page_lens), _given(out.num_cut)
+            )
+            write_indices(rows, first_columns, *table, *nulls, tokens, by_token, counts, indptr, _given(out.entries))
         elif kind in ("table", "kv_offsets"):
             entries = _given(out.entries)
-            write_table(rows, first_columns, *table, self._blocks_per_kv_block, layout, counts, entries)
+            write_table(rows, first_columns, *table, *nulls, max_num_reqs, layout, counts, entries)
         elif kind == "inverse_map":
             mapped, entries = _given(out.mapped), _given(out.entries)
-            clear_inverse_map(max_num_reqs, counts, mapped, layout.null, entries)
-            write_inverse_map(rows, first_columns, *table, self._blocks_per_kv_block, counts, mapped, entries)
+            clear_inverse_map(max_num_reqs, counts, mapped, out.fills, entries)
+            write_inverse_map(rows, first_columns, *table, *nulls[:2], max_num_reqs, counts, mapped, entries)
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
         if out.entries is not None:
-            out.entries.fill(out.layout.null)
-        for array in (out.counts, out.indptr, out.last_page_lens, out.lengths, out.mapped):
+            for entries, fill in zip(out.entries, out.fills, strict=True):
+                entries.fill(fill)
+        for array in (out.counts, out.indptr, out.last_page_lens, out.lengths, out.mapped, out.num_cut):
             if array is not None:
                 array.fill(0)
 
@@ -173,8 +181,8 @@ class NumpyBlockStore:
             return first_columns
         computed = host_array(batch.num_computed_tokens).astype(np.int64)
         for columns, group in zip(first_columns, self.config.groups, strict=True):
-            if group.sliding_window is not None:
-                tokens = np.maximum(0, computed - group.sliding_window + 1)
+            if group.cut_window is not None:
+                tokens = np.maximum(0, computed - group.cut_window + 1)
                 if group.is_sharded:
                     tokens = self.config.context_parallel.local_lengths(tokens)
                 columns[:] = tokens // group.tokens_per_column
@@ -185,7 +193,7 @@ class NumpyBlockStore:
         if batch.idx_mapping is None:
             return np.arange(batch.num_reqs)
         rows = host_array(batch.idx_mapping)
-        return np.where((rows >= 0) & (rows < self.config.max_num_reqs), rows, np.int64(-1))
+        return np.where((rows >= 0) & (rows < self.config.num_rows), rows, np.int64(-1))
 
     def _local_lengths(self, rows: Ints, seq_lens: Ints | None, group: KVCacheGroup) -> Ints:
         """Return [num_reqs] int64, batch index -> tokens that this rank holds, 0 for a dummy (R27)."""
@@ -193,6 +201,13 @@ class NumpyBlockStore:
             return np.zeros(rows.size, np.int64)
         lengths: Ints = np.maximum(seq_lens[: rows.size].astype(np.int64), 0) * (rows >= 0)
         return self.config.context_parallel.local_lengths(lengths) if group.is_sharded else lengths
+
+
+def _starts(arena: Arena) -> Ints:
+    """Return [num_groups, num_rows] int64, row -> its first entry."""
+    starts, widths = np.array(arena.group_offsets)[:, None], np.array(arena.widths)[:, None]
+    rows: Ints = starts + widths * np.arange(arena.num_rows)
+    return rows
 
 
 def host_array(array: Any) -> Ints:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, ranges
+from blocktable import ranges
 
 Ints = npt.NDArray[Any]
 
@@ -30,16 +30,17 @@ def apply_changes(
     is_one = offsets.size == 1  # such as a whole arena
     entries: Any = slice(offsets[0], offsets[0] + lengths[0]) if is_one else ranges(offsets, lengths)
     arena[entries] = values
-    # step 4: make the NULL ranges NULL
-    # They are ranges like the others: their values are NULL.
+    # step 4: store the constant ranges
+    # They are ranges like the others: their values are given as well.
 
 
 def null_stale_columns(
     idx_mapping: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
-    filled: Ints,  # [num_groups, max_num_reqs] int32, row -> columns in use
-    row_starts: Ints,  # [num_groups, max_num_reqs] int64, (batch) row -> its first entry
+    filled: Ints,  # [num_groups, max_num_rows] int32, row -> columns in use
+    batch_starts: Ints,  # [num_groups, max_num_reqs] int64, batch row -> its first entry
+    fillers: Ints,  # [num_groups] int32, what an entry without a block holds
     held: Ints,  # [num_groups, max_num_reqs] int32, batch row -> columns it holds
-    batch: Ints,  # [arena.size] int32, written
+    batch: Ints,  # [batch_arena.size] int32, written
 ) -> None:
     """Make every batch row NULL after the columns that its row fills."""
     # step 1: which batch row and group
@@ -47,25 +48,28 @@ def null_stale_columns(
     # step 2: how many columns its row fills
     columns[:, : idx_mapping.size] = _columns_in_use(idx_mapping, filled)
     # step 3: NULL over what an earlier batch left after them
-    stale = np.stack((row_starts + columns, row_starts + held))[:, held > columns]
-    for start, end in stale.T.tolist():
-        batch[start:end] = NULL_BLOCK_ID
+    is_stale = held > columns
+    stale = np.stack((batch_starts + columns, batch_starts + held))[:, is_stale]
+    for (start, end), group in zip(stale.T.tolist(), np.nonzero(is_stale)[0].tolist(), strict=True):
+        batch[start:end] = fillers[group]
 
 
 def gather_block_tables(
     idx_mapping: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
     first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has left behind
-    filled: Ints,  # [num_groups, max_num_reqs] int32, row -> columns in use
+    filled: Ints,  # [num_groups, max_num_rows] int32, row -> columns in use
     arena: Ints,  # [arena.size] int32
-    row_starts: Ints,  # [num_groups, max_num_reqs] int64, (batch) row -> its first entry
+    row_starts: Ints,  # [num_groups, max_num_rows] int64, row -> its first entry
+    batch_starts: Ints,  # [num_groups, max_num_reqs] int64, batch row -> its first entry
+    fillers: Ints,  # [num_groups] int32, what an entry without a block holds
     is_shown: Ints,  # [num_groups, num_reqs] bool, whether the batch row shows its row already
     held: Ints,  # [num_groups, max_num_reqs] int32, batch row -> columns it holds, written
-    batch: Ints,  # [arena.size] int32, written
+    batch: Ints,  # [batch_arena.size] int32, written
 ) -> None:
     """Write the columns that the batch's rows fill, and remember how many there are."""
     # step 1: which batch row and group
     num_reqs = idx_mapping.size
-    batch_rows, rows = row_starts[:, :num_reqs], row_starts.take(idx_mapping, axis=1)
+    batch_rows, rows = batch_starts[:, :num_reqs], row_starts.take(idx_mapping, axis=1)
     # step 2: how many columns its row fills
     columns = _columns_in_use(idx_mapping, filled)
     # step 3: how many of them the window has left behind
@@ -73,10 +77,11 @@ def gather_block_tables(
     # step 4: store the columns in use, NULL before them
     # A slice for each row: one copy by index arrays takes 16 ms instead of 3 ms for 2,048 rows of 2,000 columns.
     copies = np.stack((batch_rows, rows, first_columns, columns))[:, ~is_shown]
-    for batch_row, row, first, end in copies.T.tolist():
+    groups = np.nonzero(~is_shown)[0]
+    for (batch_row, row, first, end), group in zip(copies.T.tolist(), groups.tolist(), strict=True):
         batch[batch_row + first : batch_row + end] = arena[row + first : row + end]
         if first:
-            batch[batch_row : batch_row + first] = NULL_BLOCK_ID
+            batch[batch_row : batch_row + first] = fillers[group]
     # step 5: remember how many columns the batch row holds
     held[:, :num_reqs], held[:, num_reqs:] = columns, 0
 
@@ -86,13 +91,15 @@ def map_slots(
     query_start_loc: Ints,  # [num_reqs + 1] int32, first token of each request
     positions: Ints,  # [>= num_tokens] int64, token -> its index in its request
     groups: Ints,  # [num_groups, 1] int64, groups of one geometry
-    filled: Ints,  # [all groups, max_num_reqs] int32, row -> columns in use
-    row_starts: Ints,  # [all groups, max_num_reqs] int64, row -> its first entry
+    filled: Ints,  # [all groups, max_num_rows] int32, row -> columns in use
+    row_starts: Ints,  # [all groups, max_num_rows] int64, row -> its first entry
     arena: Ints,  # [arena.size] int32
     tokens_per_column: int,
     blocks_per_kv_block: int,
     is_ring: bool,
     null_is_pad: bool,
+    null_start: int,  # first kernel block of the null block; -blocks_per_kv_block where there is none
+    pad_slot_id: int,
     world_size: int,  # 1 for a replicated group
     rank: int,
     interleave_size: int,
@@ -106,8 +113,8 @@ def map_slots(
     position = positions[first_token:num_tokens]
     # step 2: PAD after the last real token
     for array in slots:
-        array[:first_token] = PAD_SLOT_ID
-        array[num_tokens:] = PAD_SLOT_ID
+        array[:first_token] = pad_slot_id
+        array[num_tokens:] = pad_slot_id
     # step 3: which request and row
     lengths = starts[1:] - starts[:-1]
     cells = groups * filled.shape[1] + idx_mapping
@@ -121,18 +128,27 @@ def map_slots(
         is_valid &= turn % world_size == rank
         local = turn // world_size * interleave_size + (position - turn * interleave_size)
     if is_ring:
-        local = position % np.maximum(columns * np.int64(tokens_per_column), 1)
+        ring = columns * np.int64(tokens_per_column)
+        last_position = positions[np.repeat(np.maximum(starts[1:] - 1, 0), lengths)]
+        is_valid = is_valid & (np.maximum(last_position, 0) - np.maximum(position, 0) < ring)
+        local = position % np.maximum(ring, 1)
     # step 5: which column, and whether the row fills it
     column = local // tokens_per_column
     is_valid = is_valid & (column < columns)
     # step 6: which kernel block
     block_id = arena[np.where(is_valid, row_start + column, 0)]
     if null_is_pad:
-        is_valid &= block_id >= blocks_per_kv_block
+        is_valid &= ~is_missing(block_id, null_start, blocks_per_kv_block)
     # step 7: store the slot
     slot = block_id * np.int64(tokens_per_column) + (local - column * tokens_per_column)
-    for array, values in zip(slots, np.where(is_valid, slot, PAD_SLOT_ID), strict=True):
+    for array, values in zip(slots, np.where(is_valid, slot, pad_slot_id), strict=True):
         array[first_token:num_tokens] = values
+
+
+def is_missing(entries: Ints, null_start: Any, blocks_per_kv_block: Any) -> Ints:
+    """Say which entries stand for no block: those inside the null block, or below 0 where there is none."""
+    missing: Ints = (entries >= null_start) & (entries - np.int64(null_start) < blocks_per_kv_block)
+    return missing
 
 
 def _columns_in_use(idx_mapping: Ints, filled: Ints) -> Ints:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blocktable import PAD_SLOT_ID, Batch, ContextParallel, KVCacheGroup
+from blocktable import Batch, ContextParallel, KVCacheGroup
 from blocktable_numpy.block_store import NumpyBlockStore, host_array
 from blocktable_numpy.kernels import map_slots
 
@@ -22,9 +22,15 @@ class Geometry(NamedTuple):
     blocks_per_kv_block: int
     is_ring: bool
     null_is_pad: bool
+    null_start: int
+    pad_slot_id: int
     world_size: int
     rank: int
     interleave_size: int
+
+
+Plan = tuple[dict[Geometry, list[tuple[int, int]]], list[tuple[int, int]]]
+"""(group, place among the outputs) of the groups of each geometry, and of those without slots."""
 
 
 class NumpySlotMapper:
@@ -32,34 +38,47 @@ class NumpySlotMapper:
 
     def __init__(self, store: NumpyBlockStore) -> None:
         self.store = store
-        self._families: dict[Geometry, list[int]] = {}
-        self._without_slots: list[int] = []
-        for index, group in enumerate(store.config.groups):
-            if group.slot_mode == "none":
-                self._without_slots.append(index)
-            else:
-                self._families.setdefault(_geometry(group, store.config.context_parallel), []).append(index)
+        self._plans: dict[tuple[int, ...] | None, Plan] = {}
 
-    def compute_slot_mappings(self, batch: Batch, out: Sequence[Any], *, stream: int | None) -> None:
+    def compute_slot_mappings(
+        self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+    ) -> None:
+        key = None if groups is None else tuple(groups)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(key)
+        families, without_slots = self._plans[key]
         idx_mapping = self.store.rows_of(batch)
         query_start_loc, positions = host_array(batch.query_start_loc), host_array(batch.positions)
         groups_at_once = max(1, MAX_ENTRIES // max(1, positions.size))
-        for geometry, family in self._families.items():
+        for geometry, family in families.items():
             for first in range(0, len(family), groups_at_once):
-                groups = family[first : first + groups_at_once]
+                members = family[first : first + groups_at_once]
                 map_slots(
                     idx_mapping,
                     query_start_loc,
                     positions,
-                    np.array(groups)[:, None],
+                    np.array([group for group, _ in members])[:, None],
                     self.store.filled,
                     self.store.row_starts,
                     self.store.arena,
                     **geometry._asdict(),
-                    slots=[out[group] for group in groups],
+                    slots=[out[place] for _, place in members],
                 )
-        for group in self._without_slots:
-            out[group][:] = PAD_SLOT_ID
+        for group, place in without_slots:
+            out[place][:] = self.store.config.groups[group].pad_slot_id
+
+    def _make_plan(self, named: tuple[int, ...] | None) -> Plan:
+        """Put the groups of a call together by geometry. named: those that the caller names; None: all."""
+        config = self.store.config
+        families: dict[Geometry, list[tuple[int, int]]] = {}
+        without_slots: list[tuple[int, int]] = []
+        for place, index in enumerate(range(len(config.groups)) if named is None else named):
+            group = config.groups[index]
+            if group.slot_mode == "none" or (group.slot_mode == "cross" and named is None):
+                without_slots.append((index, place))
+            else:
+                families.setdefault(_geometry(group, config.context_parallel), []).append((index, place))
+        return families, without_slots
 
 
 def _geometry(group: KVCacheGroup, shard: ContextParallel) -> Geometry:
@@ -67,7 +86,9 @@ def _geometry(group: KVCacheGroup, shard: ContextParallel) -> Geometry:
         tokens_per_column=group.tokens_per_column,
         blocks_per_kv_block=group.blocks_per_kv_block,
         is_ring=group.slot_mode == "ring",
-        null_is_pad=group.null_is_pad,
+        null_is_pad=group.null_is_pad or group.null_block_id < 0,
+        null_start=group.null_start,
+        pad_slot_id=group.pad_slot_id,
         world_size=shard.world_size if group.is_sharded else 1,
         rank=shard.rank,
         interleave_size=shard.interleave_size,

@@ -99,7 +99,7 @@ class Driver(Protocol):
         """Return a new array [size], filled on the current stream."""
 
     def fill(self, array: Array, value: int, stream: int) -> None:
-        """Fill an array that `full` or `upload` made, in stream order."""
+        """Fill an array that `full` or `upload` made, or a slice of one along its first axis, in stream order."""
 
     def upload(self, array: IntArray) -> Array:
         """Return a device copy that any stream may use."""

@@ -50,7 +50,9 @@ class FusedStep:
         else:
             num_slots = launches.num_slots
             gather = launches.gather(inputs, batch, self._memory[0]) if batch.wants_tables else []
-            self._rest = gather + launches.map_slots(inputs, batch, self._memory[1], num_slots, num_slots)
+            self._rest = gather + launches.map_slots(
+                *(inputs, batch, self._memory[1], num_slots, num_slots), groups=launches.all_groups, is_named=False
+            )
         self.batch = batch if keep else None
         length = 1 + len(self._rest)
         if length not in self._graphs:

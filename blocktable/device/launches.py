@@ -53,6 +53,7 @@ class Launches:
     Attributes:
         has_step_batch: whether gather and slots have a kernel of their own in a fused step.
         num_slots: entries of a group's slots in a set of outputs.
+        all_groups: 0 .. num_groups - 1.
     """
 
     def __init__(self, config: BlockTableConfig, driver: Driver, arena: Any, *, by_value: bool) -> None:
@@ -60,6 +61,9 @@ class Launches:
         self._features = needed_features(config)
         self._kernels: dict[tuple[str, str], Any] = {}
         self._groups = driver.upload(config.group_fields().reshape(-1))
+        has_cross = any(group.slot_mode == "cross" for group in config.groups)
+        named = config.group_fields(is_named=True).reshape(-1)
+        self._named_groups = driver.upload(named) if has_cross else self._groups
         self._identity = driver.upload(np.arange(config.max_num_reqs, dtype=np.int32))
         self._zeros = driver.full(config.max_num_reqs, 0, "int32")
         self._unwanted = driver.full(config.max_num_reqs, 0, "int32")  # where lengths go that an export does not have
@@ -74,8 +78,9 @@ class Launches:
         sizes = driver.change_sizes if by_value else ()
         self._by_value = [(size, self.kernel(f"apply_changes_{size}")) for size in sizes]
         self._num_groups = len(config.groups)
+        self.all_groups: range = range(self._num_groups)
         self._copy_parts = min(-(-config.max_num_reqs // self._apply.tile), MAX_COPY_PARTS)
-        self._sizes = (self._num_groups, config.max_num_reqs, config.arena.size)
+        self._sizes = (self._num_groups, config.max_num_reqs, config.batch_arena.size)
 
     def is_long(self, num_slots: int) -> bool:
         """Say whether a launch over so many slots fills the device many times over."""
@@ -123,7 +128,7 @@ class Launches:
             marks: gives the numbers, likewise. None: the counts of `batch` are not copied for step_batch.
         """
         counts = block.host[:CHANGES_HEADER].tolist()
-        most = max(counts[0], counts[2], counts[4])  # single values, range values, NULL entries
+        most = max(counts[0], counts[2], counts[4])  # single values, range values, entries of constant ranges
         copy_parts = 0 if marks is None else self._copy_parts
         blocks = self._num_groups * copy_parts + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS)
         memory = (self._arena_address + 4 * first_entry, *self._sizes, batch, copy_parts)
@@ -150,25 +155,30 @@ class Launches:
     def gather(self, inputs: Inputs, batch: Batch, out: int) -> list[Launch]:
         """Return what writes the batch tables. out: address of a set's memory."""
         config = self._config
-        sizes = (batch.num_reqs, batch.num_reqs_padded, config.max_num_reqs)
-        tail = (*sizes, self._groups_address, len(config.groups), self._arena_address, config.arena.size, out)
+        sizes = (batch.num_reqs, batch.num_reqs_padded, config.max_num_reqs, config.num_rows)
+        tail = (*sizes, self._groups_address, len(config.groups), self._arena_address, config.batch_arena.size, out)
         return [
             self.launch("null_stale_columns", (inputs.idx_mapping, *tail)),
             self.launch("gather_block_tables", (inputs.idx_mapping, inputs.num_computed_tokens, *tail)),
         ]
 
     def map_slots(
-        self, inputs: Inputs, batch: Batch, slots: int, stride: int, num_slots: int, *, group: int | None = None
+        self, inputs: Inputs, batch: Batch, slots: int, stride: int, num_slots: int, *, groups: range, is_named: bool
     ) -> list[Launch]:
-        """Return what writes the slots of all groups, `stride` entries apart, or of one group; nothing for no slots."""
+        """Return what writes the slots of groups that follow one another, `stride` entries apart; nothing for no slots.
+
+        Args:
+            is_named: whether the caller has named these groups: then cross-attention groups have slots.
+        """
         if num_slots == 0:
             return []
-        num_groups = len(self._config.groups) if group is None else 1
+        num_groups = len(groups)
+        fields = self._driver.address(self._named_groups) if is_named else self._groups_address
         is_long = self._may_be_long and self.is_long(num_slots * num_groups)
         arguments = (
             *(inputs.idx_mapping, inputs.query_start_loc, inputs.positions),
-            *(batch.num_reqs, batch.num_positions, self._config.max_num_reqs),
-            *(self._groups_address, group or 0, num_groups, self._arena_address),
+            *(batch.num_reqs, batch.num_positions, self._config.num_rows),
+            *(fields, groups[0], num_groups, self._arena_address),
             *(slots, stride, num_slots, requests_per_token(batch.num_reqs, batch.num_positions, is_long=is_long)),
         )
         return [self.launch("map_slots_long" if is_long else "map_slots", arguments)]
@@ -186,9 +196,9 @@ class Launches:
             gather_blocks = self._driver.gather_blocks(batch.num_reqs_padded, num_groups, max(config.arena.widths))
         arguments = (
             *(inputs.idx_mapping, inputs.num_computed_tokens, inputs.query_start_loc, inputs.positions),
-            *(batch.num_reqs, batch.num_reqs_padded, batch.num_positions, config.max_num_reqs),
+            *(batch.num_reqs, batch.num_reqs_padded, batch.num_positions, config.max_num_reqs, config.num_rows),
             requests_per_token(batch.num_reqs, batch.num_positions, is_long=self._may_be_long),
-            *(self._groups_address, num_groups, self._arena_address, config.arena.size, out, slots, num_slots),
+            *(self._groups_address, num_groups, self._arena_address, config.batch_arena.size, out, slots, num_slots),
             *(gather_blocks, slot_blocks, last_mark, shown_mark),
         )
         # The last block shows the mark.
@@ -199,35 +209,37 @@ class Launches:
     def export(self, layout: Layout, inputs: Inputs, batch: Batch, out: ExportBuffers) -> list[Launch]:
         """Return what writes a batch in a layout."""
         address, kind = self._driver.address, layout.kind
-        members, counts, entries, indptr, last_page_lens, lengths, mapped = (
+        members, counts, entries, indptr, last_page_lens, lengths, mapped, num_cut = (
             0 if array is None else address(array)
             for array in (
                 *(out.members, out.counts, out.entries, out.indptr),
-                *(out.last_page_lens, out.lengths, out.mapped),
+                *(out.last_page_lens, out.lengths, out.mapped, out.num_cut),
             )
         )
         source = (
             *(inputs.idx_mapping, inputs.num_computed_tokens, inputs.seq_lens, batch.num_reqs),
-            *(self._config.max_num_reqs, self._groups_address, members, len(out.groups), self._arena_address),
+            *(self._config.max_num_reqs, self._config.num_rows, self._groups_address, members, len(out.groups)),
+            self._arena_address,
         )
+        null = 0 if layout.null is None else layout.null
         if kind == "state":
-            columns = (STATE_COLUMNS[layout.state_columns], layout.num_columns, layout.null, entries)
+            columns = (STATE_COLUMNS[layout.state_columns], layout.num_columns, null, entries)
             return [self.launch("gather_state_indices", (*source, *columns), layout.dtype)]
         unit, lengths = COUNT_UNITS[kind], lengths or address(self._unwanted)
         launches = [self.launch("count_entries", (*source, out.width, unit, counts, lengths))]
         if kind in ("table", "kv_offsets"):
-            values = (layout.null, layout.entry_scale, int(kind == "kv_offsets"), layout.value_offset, entries)
+            values = (null, layout.entry_scale, int(kind == "kv_offsets"), layout.value_offset, entries)
             launches.append(self.launch("write_table", (*source, out.width, counts, *values), layout.dtype))
         elif kind in ("csr", "token_csr"):
             sizes = (unit, out.capacity)
             launches += [
-                self.launch("start_requests", (*source, *sizes, lengths, counts, indptr, last_page_lens)),
+                self.launch("start_requests", (*source, *sizes, lengths, counts, indptr, last_page_lens, num_cut)),
                 self.launch("write_indices", (*source, *sizes, counts, indptr, entries)),
             ]
         elif kind == "inverse_map":
             sizes = (out.width, out.num_kernel_blocks)
             launches += [
-                self.launch("clear_inverse_map", (*source, *sizes, counts, mapped, layout.null, entries)),
+                self.launch("clear_inverse_map", (*source, *sizes, counts, mapped, null, entries)),
                 self.launch("write_inverse_map", (*source, *sizes, counts, mapped, entries)),
             ]
         return launches

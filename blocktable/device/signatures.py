@@ -1,11 +1,20 @@
 """The kernels of a device backend: name, arguments in order, and the grid of a launch. Every language takes these.
 
-A table's memory is one arena: filled counts [num_groups, max_num_reqs], then each group's rows [max_num_reqs, width]. A
-set of outputs ("batch") has the same layout, so its counts say how many columns each batch row holds; after it come how
-many rows the last batch had, and a copy of these counts that the fused step makes for itself: [arena_size + 2 +
-num_groups * max_num_reqs] int32 in all.
+A table's memory is one arena: filled counts [num_groups, max_num_rows], then each group's rows [max_num_rows, width]
+from its `table_start` on. A set of outputs ("batch") is laid out likewise for max_num_reqs rows: its counts, [num_groups,
+max_num_reqs], say how many columns each batch row holds, and a group's batch rows begin at its `batch_start`. After these
+batch_entries entries come how many rows the last batch had, one that is free, and a copy of the batch's counts that the
+fused step makes for itself: [batch_entries + 2 + num_groups * max_num_reqs] int32 in all. Which rows exist is a matter of
+max_num_rows: an entry of idx_mapping outside 0 .. max_num_rows - 1 is a dummy.
 
-No argument is ever missing: the identity is a mapping of its own, and zeros stand for lengths that were not given.
+`groups` is [num_groups, len(GROUP_FIELDS)] int64. What stands where a group has no block is its `filler`, and where a
+token has no slot its `pad_slot_id`. An entry is missing where uint32(entry - null_start) < blocks_per_kv_block; its token
+is PAD where null_is_pad is set. In a ring of n columns a token is PAD as well where max(p_last, 0) - position >= n *
+tokens_per_column, p_last the position of its request's last token in this call: one more load.
+
+No argument is ever missing: the identity is a mapping of its own, and zeros stand for lengths that were not given. The
+argument `null` of exports is -1, or 0 where the layout has none: then a missing entry, and a place without one, hold
+max(filler, 0), as `ExportBuffers.fills` says.
 """
 
 from __future__ import annotations
@@ -78,19 +87,19 @@ class Signature:
         return max(1, min(blocks, self.most_blocks, INT32_MAX // (1024 * grid_y))), grid_y
 
 
-_APPLY_TAIL = """int32* arena, int32 num_groups, int32 max_num_reqs, int64 arena_size, int32* batch, int32 copy_parts,
-    int64 mark, int64* last_mark"""
-_BATCH_TAIL = """int32 num_reqs, int32 num_reqs_padded, int32 max_num_reqs, int64* groups, int32 num_groups,
-    int32* arena, int64 arena_size, int32* batch"""
+_APPLY_TAIL = """int32* arena, int32 num_groups, int32 max_num_reqs, int64 batch_entries, int32* batch,
+    int32 copy_parts, int64 mark, int64* last_mark"""
+_BATCH_TAIL = """int32 num_reqs, int32 num_reqs_padded, int32 max_num_reqs, int32 max_num_rows, int64* groups,
+    int32 num_groups, int32* arena, int64 batch_entries, int32* batch"""
 _SOURCE = """int32* idx_mapping, int32* num_computed_tokens, int32* seq_lens, int32 num_reqs, int32 max_num_reqs,
-    int64* groups, int32* members, int32 num_members, int32* arena"""
+    int32 max_num_rows, int64* groups, int32* members, int32 num_members, int32* arena"""
 _BY_MEMBER_ROW = {"entries": ("max_num_reqs",), "groups": "num_members", "is_by_row": True}
 
 PLAIN_KERNELS = (
     Signature(
         "apply_changes",
-        "int32* changes, int32 num_singles, int32 num_ranges, int32 num_range_values, int32 num_null_ranges, "
-        f"int32 num_nulls, {_APPLY_TAIL}",
+        "int32* changes, int32 num_singles, int32 num_ranges, int32 num_range_values, int32 num_constant_ranges, "
+        f"int32 num_constants, {_APPLY_TAIL}",
     ),
     Signature(
         "null_stale_columns",
@@ -109,7 +118,7 @@ PLAIN_KERNELS = (
     Signature(
         "map_slots",
         """int32* idx_mapping, int32* query_start_loc, int64* positions, int32 num_reqs, int32 num_positions,
-        int32 max_num_reqs, int64* groups, int32 first_group, int32 num_groups, int32* arena, slot* slots,
+        int32 max_num_rows, int64* groups, int32 first_group, int32 num_groups, int32* arena, slot* slots,
         int64 slots_stride, int32 num_slots, int64 requests_per_token""",
         entries=("num_slots",),
         groups="num_groups",
@@ -121,8 +130,9 @@ FUSED_KERNELS = (
     Signature(
         "step_batch",
         """int32* idx_mapping, int32* num_computed_tokens, int32* query_start_loc, int64* positions, int32 num_reqs,
-        int32 num_reqs_padded, int32 num_positions, int32 max_num_reqs, int64 requests_per_token, int64* groups,
-        int32 num_groups, int32* arena, int64 arena_size, int32* batch, slot* slots, int32 num_slots,
+        int32 num_reqs_padded, int32 num_positions, int32 max_num_reqs, int32 max_num_rows,
+        int64 requests_per_token, int64* groups, int32 num_groups, int32* arena, int64 batch_entries, int32* batch,
+        slot* slots, int32 num_slots,
         int32 gather_blocks, int32 blocks_per_group, int64* last_mark, int64* shown_mark""",
     ),
     Signature("apply_changes_by_value", f"changes changes, {_APPLY_TAIL}"),
@@ -137,7 +147,8 @@ EXPORT_KERNELS = (
     ),
     Signature(
         "start_requests",
-        f"{_SOURCE}, int32 unit, int32 capacity, int32* lengths, int32* counts, int32* indptr, int32* last_page_lens",
+        f"{_SOURCE}, int32 unit, int32 capacity, int32* lengths, int32* counts, int32* indptr, int32* last_page_lens, "
+        "int32* num_cut",
         entries=("max_num_reqs",),
     ),
     Signature(
@@ -193,8 +204,8 @@ class KernelOptions:
         dtype: "int64" or "int32": of `slot*` arguments.
         features: what the table's groups need: a launch of a few microseconds is half instruction fetches, so what no
             group needs is left out. HAS_SHARDS (a group is sharded over context-parallel ranks), HAS_MODES (a
-            slot_mode is not "linear"), HAS_NULL_PADS (a null_is_pad is set), HAS_WINDOWS (a group has a sliding
-            window), HAS_ODD_SIZES (a tokens_per_column is no power of two), HAS_LARGE_POSITIONS (a position that has a
+            slot_mode is not "linear"), HAS_NULL_PADS (a null_is_pad is set, as without a null block), HAS_WINDOWS (a
+            gather cuts a window out of a group), HAS_ODD_SIZES (a tokens_per_column is no power of two), HAS_LARGE_POSITIONS (a position that has a
             slot may not fit 32 bits); OVERLAPS (a fused step's kernel may start before the one before it has ended,
             and waits for that itself).
     """
@@ -242,8 +253,8 @@ def needed_features(config: BlockTableConfig) -> frozenset[str]:
     needed = {
         "HAS_SHARDS": world_size > 1 and any(group.is_sharded for group in groups),
         "HAS_MODES": any(group.slot_mode != "linear" for group in groups),
-        "HAS_NULL_PADS": any(group.null_is_pad for group in groups),
-        "HAS_WINDOWS": any(group.sliding_window is not None for group in groups),
+        "HAS_NULL_PADS": any(group.null_is_pad or group.null_block_id < 0 for group in groups),
+        "HAS_WINDOWS": any(group.cut_window is not None for group in groups),
         "HAS_ODD_SIZES": any(group.tokens_per_column.bit_count() != 1 for group in groups),
         # A ring takes any position.
         "HAS_LARGE_POSITIONS": max(largest_positions) >= INT32_MAX or any(g.slot_mode == "ring" for g in groups),

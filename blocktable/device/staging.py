@@ -42,7 +42,7 @@ def steady_entries(config: BlockTableConfig) -> int:
     arena = config.arena
     appended = sum(2 + group.blocks_per_kv_block for group in config.groups) * arena.num_rows
     counts = 2 * arena.num_groups * arena.num_rows
-    return CHANGES_HEADER + appended + counts + sum(4 + width + -(-width // 3) for width in arena.widths)
+    return CHANGES_HEADER + appended + counts + sum(5 + width + -(-width // 3) for width in arena.widths)
 
 
 class StepMarks:

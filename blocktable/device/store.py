@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from blocktable.config import BlockTableConfig
-from blocktable.constants import NULL_BLOCK_ID, PAD_SLOT_ID
+from blocktable.config import Arena, BlockTableConfig
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.fused import FusedStep
 from blocktable.device.launches import Inputs, Launches, run
@@ -35,8 +34,9 @@ class DeviceBuffers(StepBuffers):
     """Outputs, and what they are views of.
 
     Attributes:
-        batch: [arena.size + 2 + num_groups * max_num_reqs] int32. The batch tables and how many columns each row holds,
-            laid out as the arena; then how many rows the last batch had, and the fused step's copy of these counts.
+        batch: [batch_arena.size + 2 + num_groups * max_num_reqs] int32. The batch tables and how many columns each row
+            holds, laid out as `config.batch_arena`; then how many rows the last batch had, an entry that is free, and the
+            fused step's copy of these counts.
         slots: [num_groups * max_num_batched_tokens] of the slot dtype.
         fused: the fused step over them. None: steps are separate launches.
     """
@@ -59,7 +59,8 @@ class DeviceStore:
         self.config = config
         self.driver = driver
         self._has_fused_step = has_fused_step
-        self.arena: Array = driver.full(config.arena.size, NULL_BLOCK_ID, "int32")
+        self.arena: Array = driver.full(config.arena.size, 0, "int32")
+        self._fill_parts(self.arena, config.arena, driver.stream(None))
         self._launches = Launches(config, driver, self.arena, by_value=staging_mode() in ("auto", "params"))
         self._order = StreamOrder(driver)
         self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
@@ -82,10 +83,14 @@ class DeviceStore:
 
     def create_buffers(self) -> DeviceBuffers:
         """Return a new set of outputs, filled with NULL and PAD."""
-        arena, driver, num_tokens = self.config.arena, self.driver, self.config.max_num_batched_tokens
+        arena, driver, num_tokens = self.config.batch_arena, self.driver, self.config.max_num_batched_tokens
+        pads = [group.pad_slot_id for group in self.config.groups]
         with driver.current():
-            batch = driver.full(arena.size + 2 + arena.num_groups * arena.num_rows, NULL_BLOCK_ID, "int32")
-            slots = driver.full(arena.num_groups * num_tokens, PAD_SLOT_ID, self.config.slot_dtype)
+            batch = driver.full(arena.size + 2 + arena.num_groups * arena.num_rows, 0, "int32")
+            self._fill_parts(batch, arena, driver.stream(None))
+            slots = driver.full(arena.num_groups * num_tokens, pads[0], self.config.slot_dtype)
+            if len(set(pads)) > 1:
+                self._fill_slots(slots, driver.stream(None))
             driver.synchronize()
             fused = None
             if self._has_fused_step and self._marks is not None:
@@ -105,8 +110,23 @@ class DeviceStore:
         with self.driver.current():
             native, is_capturing = self._order.enter(stream)
             refuse_capture(is_capturing, "A commit after invalidate()")
-            self.driver.fill(out.batch, NULL_BLOCK_ID, native)
-            self.driver.fill(out.slots, PAD_SLOT_ID, native)
+            self.driver.fill(out.batch, 0, native)
+            self._fill_parts(out.batch, self.config.batch_arena, native)
+            self._fill_slots(out.slots, native)
+
+    def _fill_parts(self, array: Array, arena: Arena, stream: int) -> None:
+        """Fill the parts of an array of zeros, laid out as `arena`, whose fillers are others."""
+        for part, filler in arena.filled_parts:
+            self.driver.fill(array[part], filler, stream)
+
+    def _fill_slots(self, slots: Array, stream: int) -> None:
+        pads = [group.pad_slot_id for group in self.config.groups]
+        if len(set(pads)) == 1:
+            self.driver.fill(slots, pads[0], stream)
+            return
+        num_tokens = self.config.max_num_batched_tokens
+        for group, pad in enumerate(pads):
+            self.driver.fill(slots[group * num_tokens : (group + 1) * num_tokens], pad, stream)
 
     # Changes.
 
@@ -205,8 +225,9 @@ class DeviceStore:
         assert staged is None
         if batch.wants_tables:
             run(self._launches.gather(inputs, batch, self.driver.address(out.batch)), stream)
-        num_slots = self.config.max_num_batched_tokens
-        run(self._launches.map_slots(inputs, batch, self.driver.address(out.slots), num_slots, num_slots), stream)
+        num_slots, groups = self.config.max_num_batched_tokens, self._launches.all_groups
+        slots = (self.driver.address(out.slots), num_slots, num_slots)
+        run(self._launches.map_slots(inputs, batch, *slots, groups=groups, is_named=False), stream)
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         """Write the batch view of every group (R10, R11)."""
@@ -217,25 +238,31 @@ class DeviceStore:
             run(self._launches.gather(inputs, batch, self.driver.address(out.batch)), native)
             self._release(staged, native)
 
-    def compute_slot_mappings(self, batch: Batch, out: Sequence[Array], *, stream: int | None) -> None:
-        """Write the slot of every token for every group, in one launch where the arrays lie equally far apart."""
-        driver = self.driver
+    def compute_slot_mappings(
+        self, batch: Batch, out: Sequence[Array], *, stream: int | None, groups: Sequence[int] | None = None
+    ) -> None:
+        """Write the slot of every token for every group, or those that are named.
+
+        In one launch where the groups follow one another and their arrays lie equally far apart.
+        """
+        driver, is_named = self.driver, groups is not None
+        chosen = self._launches.all_groups if groups is None else groups
         starts = [driver.address(slots) for slots in out]
         lengths = [length_of(slots) for slots in out]
         distance = starts[1] - starts[0] if len(out) > 1 else 0
         stride, rest = divmod(distance, np.dtype(self.config.slot_dtype).itemsize)
         is_regular = rest == 0 and all(
-            start == starts[0] + group * distance and length == lengths[0]
-            for group, (start, length) in enumerate(zip(starts, lengths, strict=True))
+            group == chosen[0] + i and start == starts[0] + i * distance and length == lengths[0]
+            for i, (group, start, length) in enumerate(zip(chosen, starts, lengths, strict=True))
         )
+        runs = [(range(group, group + 1), start, 0, length) for group, start, length in zip(chosen, starts, lengths)]
+        if is_regular:
+            runs = [(range(chosen[0], chosen[0] + len(chosen)), starts[0], stride, lengths[0])]
         with driver.current():
             native, is_capturing = self._order.enter(stream)
             inputs, staged = self._place(batch, native, is_capturing=is_capturing)
-            if is_regular:
-                run(self._launches.map_slots(inputs, batch, starts[0], stride, lengths[0]), native)
-            else:
-                for group, (start, length) in enumerate(zip(starts, lengths, strict=True)):  # a caller's own arrays
-                    run(self._launches.map_slots(inputs, batch, start, 0, length, group=group), native)
+            for numbers, *slots in runs:
+                run(self._launches.map_slots(inputs, batch, *slots, groups=numbers, is_named=is_named), native)
             self._release(staged, native)
 
     # Exports.
@@ -249,13 +276,16 @@ class DeviceStore:
             self._release(staged, native)
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
-        """Fill the entries with the layout's null, and all else but the members with 0 (R24)."""
+        """Fill the entries of each group with its `fills`, and all else but the members with 0 (R24)."""
         with self.driver.current():
             native, is_capturing = self._order.enter(stream)
             refuse_capture(is_capturing, "A commit after invalidate()")
-            if out.entries is not None:
-                self.driver.fill(out.entries, out.layout.null, native)
-            for array in (out.counts, out.indptr, out.last_page_lens, out.lengths, out.mapped):
+            if out.entries is not None and len(set(out.fills)) == 1:
+                self.driver.fill(out.entries, out.fills[0], native)
+            elif out.entries is not None:
+                for entries, value in enumerate(out.fills):
+                    self.driver.fill(out.entries[entries : entries + 1], value, native)
+            for array in (out.counts, out.indptr, out.last_page_lens, out.lengths, out.mapped, out.num_cut):
                 if array is not None:
                     self.driver.fill(array, 0, native)
 

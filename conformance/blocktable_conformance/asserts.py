@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from blocktable_conformance.oracle import PAD, Geometry, Slot
+from blocktable_conformance.oracle import Geometry, Slot
 
 HostArray = npt.NDArray[Any]
 
@@ -128,19 +128,19 @@ def check_slots(
 def _describe(slot: Slot, got: int, group: int, shape: Geometry) -> str:
     size = shape.kernel_block_size
     lines = [
-        f"wrong slot for token {slot.token}: expected slot {_name(slot.value)}, got {_name(got)}.",
+        f"wrong slot for token {slot.token}: expected slot {_name(slot.value, shape)}, got {_name(got, shape)}.",
         f"  group {group}, slot_mode {shape.slot_mode}, kernel_block_size {size}",
         f"  blocks_per_kv_block {shape.blocks_per_kv_block}, context parallel {tuple(shape.share or ()) or 'no'}",
         f"  request {slot.request}, row {slot.row}, position {slot.position}",
         f"  column {slot.column}, kernel block id {slot.block_id}",
     ]
-    if got != PAD:
+    if got != shape.pad_slot_id:
         lines.append(f"  the slot got lies in kernel block {got // size}, offset {got % size}")
     return "\n".join(lines)
 
 
-def _name(slot: int) -> str:
-    return "PAD" if slot == PAD else str(slot)
+def _name(slot: int, shape: Geometry) -> str:
+    return f"PAD ({slot})" if slot == shape.pad_slot_id else str(slot)
 
 
 def check_values(got: HostArray, expected: Sequence[int], rules: str, what: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import Export, Layout
-from blocktable_conformance.asserts import check, fail
+from blocktable import ArgumentError, Export, Layout
+from blocktable_conformance.asserts import check, fail, must_raise
 from blocktable_conformance.oracle_exports import Exported, ExportOracle
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.subject import HostArray, address
@@ -48,6 +48,7 @@ class ExportPair:
         self.out = pair.table.create_export(layout, self.groups, capacity=capacity)
         self.rules = f"R25, {RULES[layout.kind]}"
         self._addresses = self._current_addresses()
+        self._num_cut = 0
         self.check_written([])
 
     def run(
@@ -58,14 +59,47 @@ class ExportPair:
         num_reqs: int | None = None,
         num_reqs_padded: int | None = None,
         num_computed_tokens: Sequence[int] | None = None,
+    ) -> Any:
+        """Export a batch on both; check the whole arrays and the views.
+
+        Where the capacity cuts it, host arrays must be refused; of device arrays what is cut is counted (R27).
+        """
+        subject = self.pair.subject
+        requests = _first_length(idx_mapping, seq_lens, num_reqs)
+        mapping = range(requests) if idx_mapping is None else idx_mapping
+        num_cut = self.expected(mapping, seq_lens, num_computed_tokens).num_cut
+        if num_cut and self.is_on_host:
+            with must_raise(ArgumentError, "R27", f"an export that leaves {num_cut} entries out"):
+                self._run_on_table(idx_mapping, seq_lens, num_reqs, num_reqs_padded, num_computed_tokens)
+            return None
+        result = self._run_on_table(idx_mapping, seq_lens, num_reqs, num_reqs_padded, num_computed_tokens)
+        self.check_written(mapping, seq_lens, num_computed_tokens=num_computed_tokens)
+        self.check_views(result, requests if num_reqs_padded is None else num_reqs_padded)
+        self._num_cut += num_cut
+        if self.out.num_cut is not None:
+            got = subject.to_host(self.out.num_cut).tolist()
+            check(got == [self._num_cut], "R27", f"num_cut must be [{self._num_cut}], got {got}.")
+        return result
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the suite's arrays are the host's own for this backend, whose contents the core sees."""
+        return type(self.pair.subject.device_array([0], "int32")) is np.ndarray
+
+    def _run_on_table(
+        self,
+        idx_mapping: Sequence[int] | None,
+        seq_lens: Sequence[int] | None,
+        num_reqs: int | None,
+        num_reqs_padded: int | None,
+        num_computed_tokens: Sequence[int] | None,
     ) -> Export:
-        """Export a batch on both; check the whole arrays and the views."""
         subject = self.pair.subject
 
         def given(values: Sequence[int] | None) -> Any:
             return None if values is None else subject.device_array(values, "int32")
 
-        result = self.pair.table.export(
+        return self.pair.table.export(
             self.layout,
             given(idx_mapping),
             groups=self.groups,
@@ -75,11 +109,6 @@ class ExportPair:
             num_computed_tokens=given(num_computed_tokens),
             out=self.out,
         )
-        requests = _first_length(idx_mapping, seq_lens, num_reqs)
-        mapping = range(requests) if idx_mapping is None else idx_mapping
-        self.check_written(mapping, seq_lens, num_computed_tokens=num_computed_tokens)
-        self.check_views(result, requests if num_reqs_padded is None else num_reqs_padded)
-        return result
 
     def expected(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import (
+    ArgumentError,
     BlockTable,
     BlockTableConfig,
     BlockTableError,
@@ -28,7 +29,7 @@ from blocktable_conformance.oracle_exports import ExportOracle
 from blocktable_conformance.subject import Subject
 
 FORMATS = (1, 2, 3)
-"""Versions of the file format that this suite reads. Format 2 has the call `export` besides, format 3 row edits."""
+"""Versions of the file format that this suite reads. 2 has the call `export` besides, 3 `slots` and row edits."""
 
 FOLDER = Path(__file__).parent / "vectors"
 
@@ -106,6 +107,7 @@ class OracleAnswers:
         self.config = config
         self.oracle = OracleTable(config)
         self.groups = range(len(config.groups))
+        self._num_cut: dict[str, int] = {}
 
     def answer(self, call: str, args: dict[str, Any]) -> Answer:
         """Do one operation and return its answer."""
@@ -146,6 +148,13 @@ class OracleAnswers:
             **self._slots(**args),
         }
 
+    def _slots(
+        self, idx_mapping: list[int], query_start_loc: list[int], positions: list[int], groups: list[int] | None = None
+    ) -> Answer:
+        size = self.config.max_num_batched_tokens
+        mappings = self.oracle.slots(idx_mapping, query_start_loc, positions, size, groups)
+        return {"slot_mappings": [[slot.value for slot in mapping] for mapping in mappings]}
+
     def _export(
         self,
         layout: dict[str, Any],
@@ -161,11 +170,11 @@ class OracleAnswers:
         )
         exported = oracle.run(capacity=capacity, num_kernel_blocks=num_kernel_blocks)
         answers = {name: getattr(exported, name) for name in EXPORTED}
-        return {name: answer for name, answer in answers.items() if answer}
-
-    def _slots(self, idx_mapping: list[int], query_start_loc: list[int], positions: list[int]) -> Answer:
-        mappings = self.oracle.slots(idx_mapping, query_start_loc, positions, self.config.max_num_batched_tokens)
-        return {"slot_mappings": [[slot.value for slot in mapping] for mapping in mappings]}
+        key = json.dumps([layout, groups, capacity])
+        self._num_cut[key] = self._num_cut.get(key, 0) + exported.num_cut
+        return {name: answer for name, answer in answers.items() if answer} | (
+            {"num_cut": self._num_cut[key]} if self._num_cut[key] else {}
+        )
 
 
 class TableAnswers:
@@ -210,11 +219,20 @@ class TableAnswers:
         self.table.commit()
         return {"device_tables": [self._host(self.table.device_table(group)) for group in self.groups]}
 
-    def _step(self, **args: Any) -> Answer:
+    def _on_device(self, args: dict[str, Any]) -> dict[str, Any]:
+        given = dict(args)
         for name in ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens"):
-            if args.get(name) is not None:
-                args[name] = self.subject.device_array(args[name], "int64" if name == "positions" else "int32")
-        self.table.step(**args)
+            if given.get(name) is not None:
+                given[name] = self.subject.device_array(given[name], "int64" if name == "positions" else "int32")
+        return given
+
+    def _slots(self, **args: Any) -> Answer:
+        self.table.compute_slot_mappings(**self._on_device(args))
+        mappings = [self._host(slots) for slots in self.table.buffers.slot_mappings]
+        return {"slot_mappings": [mappings[group] for group in args.get("groups") or self.groups]}
+
+    def _step(self, **args: Any) -> Answer:
+        self.table.step(**self._on_device(args))
         buffers = self.table.buffers
         return {
             "block_tables": [self._host(table) for table in buffers.block_tables],
@@ -240,6 +258,13 @@ class TableAnswers:
             name: self.subject.device_array(values, "int32") for name, values in lists.items() if values is not None
         }
         mapping = self.subject.device_array(np.array(idx_mapping, np.int32), "int32")
-        self.table.export(wanted, mapping, groups=groups, out=out, **arrays)
+        try:
+            self.table.export(wanted, mapping, groups=groups, out=out, **arrays)
+        except ArgumentError as error:
+            if type(mapping) is not np.ndarray:
+                raise
+            return {"raises": type(error).__name__}  # host arrays: entries would be cut (R27)
         found = {name: getattr(out, name) for name in EXPORTED}
-        return {name: self._host(array) for name, array in found.items() if array is not None}
+        answers = {name: self._host(array) for name, array in found.items() if array is not None}
+        num_cut = 0 if out.num_cut is None else self._host(out.num_cut)[0]
+        return answers | ({"num_cut": num_cut} if num_cut else {})

@@ -4,7 +4,8 @@ It shares no code with any backend, nor with the core's rows: from a `BlockTable
 author of the config gave, and works out everything else once more. Where a backend and this page disagree, one of the
 two is wrong, and this one is short enough to be checked by eye.
 
-A *column list* below is the filled columns of one row, in kernel blocks; what follows it in the table is NULL (R5).
+A *column list* below is the filled columns of one row, in kernel blocks; what follows it in the table is NULL, that is
+the group's filler (R5).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from blocktable import BlockTableConfig, KVCacheGroup
 
 PAD = -1
 NULL = 0
+"""What a group has that says nothing else."""
 
 Block: TypeAlias = int | None
-"""A manager block that a row holds; None is one that `null_range` made NULL (R4)."""
+"""A manager block that a row holds; None is one that `null_range` made NULL (R4), or a null that was handed in (R7)."""
 
 Table: TypeAlias = list[list[int]]
 """[rows][columns], kernel block ids."""
@@ -79,15 +81,28 @@ class Geometry:
     width: int
     share: Share | None
     slot_mode: str
-    sliding_window: int | None
-    takes_null: bool
+    sliding_window: int | None  # that a gather cuts out (R11)
+    null_block_id: int
+    allow_null: bool
     null_is_pad: bool
+    pad_slot_id: int
     block_id_limit: int
+
+    @property
+    def filler(self) -> int:
+        """Return what stands where there is no block (R5)."""
+        return -1 if self.null_block_id == -1 else self.null_block_id * self.blocks_per_kv_block
+
+    def is_missing(self, entry: int) -> bool:
+        """Say whether a table entry stands for no block (R5)."""
+        if self.null_block_id == -1:
+            return entry == -1
+        return entry // self.blocks_per_kv_block == self.null_block_id
 
     def columns_of(self, block: Block) -> list[int]:
         """Return the kernel blocks that stand for a manager block (R2, R7)."""
         if block is None:
-            return [NULL] * self.blocks_per_kv_block
+            return [self.filler] * self.blocks_per_kv_block
         first = block * self.blocks_per_kv_block
         return list(range(first, first + self.blocks_per_kv_block))
 
@@ -119,9 +134,11 @@ def geometry(config: BlockTableConfig, group: KVCacheGroup) -> Geometry:
         width=width,
         share=share if sharded else None,
         slot_mode=group.slot_mode,
-        sliding_window=group.sliding_window,
-        takes_null=(group.sliding_window is not None or not linear) if group.allow_null is None else group.allow_null,
+        sliding_window=group.sliding_window if linear else None,
+        null_block_id=group.null_block_id,
+        allow_null=group.allow_null,
         null_is_pad=group.null_is_pad,
+        pad_slot_id=group.pad_slot_id,
         block_id_limit=limit if group.num_blocks is None else min(limit, group.num_blocks),
     )
 
@@ -139,14 +156,27 @@ class Slot(NamedTuple):
     block_id: int | None = None
 
 
-def place(shape: Geometry, filled: int, position: int) -> tuple[int, int] | str:
+def place(
+    shape: Geometry, filled: int, position: int, last_position: int, *, is_named: bool = False
+) -> tuple[int, int] | str:
     """Return column and offset of a position in a row of `filled` columns, or the rules that make it PAD.
+
+    Args:
+        shape: of the group.
+        filled: columns of the row.
+        position: of the token.
+        last_position: of its request's last token in this call.
+        is_named: whether the call names the group.
 
     Rules: R12, R13, R14.
     """
     size = shape.kernel_block_size
     if shape.slot_mode == "none" or position < 0:
         return "R13"
+    if shape.slot_mode == "cross" and not is_named:
+        return "R13, R14"
+    if shape.slot_mode == "ring" and filled and position <= last_position - filled * size:
+        return "R14"
     if shape.slot_mode == "ring":
         local = position % (filled * size) if filled else 0
     elif shape.share is None:
@@ -173,13 +203,14 @@ class OracleTable:
 
     Attributes:
         shapes: one `Geometry` for each group.
-        rows: [groups][max_num_reqs], each the list of manager blocks the row holds; the host's state.
-        committed: [groups][max_num_reqs], each a column list; what kernels see (R9).
+        rows: [groups][num_rows], each the list of manager blocks the row holds; the host's state.
+        committed: [groups][num_rows], each a column list; what kernels see (R9).
     """
 
     def __init__(self, config: BlockTableConfig) -> None:
         self.shapes = [geometry(config, group) for group in config.groups]
-        self.num_rows = config.max_num_reqs
+        self.num_rows = config.max_num_reqs if config.max_num_rows is None else config.max_num_rows
+        self.num_batch_rows = config.max_num_reqs
         self.num_tokens = config.max_num_batched_tokens
         self.rows: list[list[list[Block]]] = [[[] for _ in range(self.num_rows)] for _ in self.shapes]
         self.committed: list[Table] = [[[] for _ in range(self.num_rows)] for _ in self.shapes]
@@ -317,33 +348,34 @@ class OracleTable:
     def remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
         """Make every `old_ids[i]` that a row holds `new_ids[i]`, all at once."""
         old, new = self._ids_of(group, old_ids), self._ids_of(group, new_ids)
-        if len(old) != len(new) or len(set(old)) != len(old) or NULL in old:
+        if len(old) != len(new) or len(set(old)) != len(old) or None in old:
             raise Refused("ArgumentError")
-        mapping: dict[Block, Block] = dict(zip(old, new, strict=True))
+        mapping = dict(zip(old, new, strict=True))
         self.rows[group] = [[mapping.get(block, block) for block in blocks] for blocks in self.rows[group]]
 
     # Looking at the host.
 
     def block_ids(self, row: int, group: int) -> list[int]:
-        """Return the manager ids of a row; NULL where `null_range` left a hole."""
-        return [NULL if block is None else block for block in self.rows[group][row]]
+        """Return the manager ids of a row; the null block's where there is a hole."""
+        null = self.shapes[group].null_block_id
+        return [null if block is None else block for block in self.rows[group][row]]
 
     def common_blocks(self, rows: Sequence[int], group: int) -> int:
         """Return how many leading blocks all of some rows hold; a hole is not common."""
         count = 0
-        for blocks in zip(*(self.block_ids(row, group) for row in rows), strict=False):
-            if len(set(blocks)) > 1 or blocks[0] == NULL:
+        for blocks in zip(*(self.rows[group][row] for row in rows), strict=False):
+            if len(set(blocks)) > 1 or blocks[0] is None:
                 break
             count += 1
         return count
 
     def kernel_block_ids(self, group: int, ids: Sequence[int]) -> list[int]:
-        """Return the kernel blocks of manager blocks; NULL stands for a hole (R2)."""
+        """Return the kernel blocks of manager blocks; the null block stands for a hole (R2, R7)."""
         shape = self.shapes[group]
-        return [column for block in ids for column in shape.columns_of(None if block == NULL else block)]
+        return [column for block in ids for column in shape.columns_of(None if block == shape.null_block_id else block)]
 
     def num_blocks_per_row(self) -> list[list[int]]:
-        """Return [groups][max_num_reqs]: manager blocks of each row."""
+        """Return [groups][num_rows]: manager blocks of each row."""
         return [[len(blocks) for blocks in group] for group in self.rows]
 
     def columns(self, group: int, row: int) -> list[int]:
@@ -352,7 +384,7 @@ class OracleTable:
         return [column for block in self.rows[group][row] for column in shape.columns_of(block)]
 
     def host_table(self, group: int) -> Table:
-        """Return [max_num_reqs][width], NULL after the filled columns (R5)."""
+        """Return [num_rows][width], NULL after the filled columns (R5)."""
         return [self._wide(group, self.columns(group, row)) for row in range(self.num_rows)]
 
     def locate(self, group: int, slot: int) -> Located:
@@ -378,11 +410,11 @@ class OracleTable:
         self.committed = [[self.columns(g, row) for row in range(self.num_rows)] for g in range(len(self.shapes))]
 
     def device_table(self, group: int) -> Table:
-        """Return [max_num_reqs][width] as of the last commit."""
+        """Return [num_rows][width] as of the last commit."""
         return [self._wide(group, columns) for columns in self.committed[group]]
 
     def device_filled(self) -> list[list[int]]:
-        """Return [groups][max_num_reqs]: filled columns as of the last commit."""
+        """Return [groups][num_rows]: filled columns as of the last commit."""
         return [[len(columns) for columns in group] for group in self.committed]
 
     def gather(self, idx_mapping: Sequence[int], num_computed_tokens: Sequence[int] | None = None) -> list[Table]:
@@ -396,7 +428,7 @@ class OracleTable:
             for i, row in enumerate(idx_mapping):
                 computed = None if num_computed_tokens is None else num_computed_tokens[i]
                 batch_rows.append(self._wide(g, self.batch_columns(g, row, computed)))
-            batch_rows += [self._wide(g, []) for _ in range(self.num_rows - len(idx_mapping))]
+            batch_rows += [self._wide(g, []) for _ in range(self.num_batch_rows - len(idx_mapping))]
             tables.append(batch_rows)
         return tables
 
@@ -406,43 +438,65 @@ class OracleTable:
         if shape.sliding_window is None or num_computed_tokens is None:
             return columns
         passed = self._passed_columns(shape, num_computed_tokens)
-        return [NULL] * min(passed, len(columns)) + columns[passed:]
+        return [shape.filler] * min(passed, len(columns)) + columns[passed:]
 
     def slots(
-        self, idx_mapping: Sequence[int], query_start_loc: Sequence[int], positions: Sequence[int], length: int
+        self,
+        idx_mapping: Sequence[int],
+        query_start_loc: Sequence[int],
+        positions: Sequence[int],
+        length: int,
+        groups: Sequence[int] | None = None,
     ) -> list[list[Slot]]:
-        """Return `length` slots for each group (R12-R15)."""
+        """Return `length` slots for each group, or for those that are named, in that order (R12-R15)."""
         num_tokens = min(query_start_loc[-1], len(positions), length)
         mappings = []
-        for g in range(len(self.shapes)):
-            slots = [
-                self.slot(g, token, request_of(token, query_start_loc), idx_mapping, positions[token])
-                for token in range(num_tokens)
-            ]
-            slots += [Slot(PAD, "R15", token) for token in range(num_tokens, length)]
+        for g in range(len(self.shapes)) if groups is None else groups:
+            slots = []
+            for token in range(num_tokens):
+                request = request_of(token, query_start_loc)
+                last = (
+                    positions[token]
+                    if request is None
+                    else positions[min(query_start_loc[request + 1], num_tokens) - 1]
+                )
+                row = None if request is None else idx_mapping[request]
+                slots.append(self.slot(g, token, request, row, positions[token], last, is_named=groups is not None))
+            slots += [Slot(self.shapes[g].pad_slot_id, "R15", token) for token in range(num_tokens, length)]
             mappings.append(slots)
         return mappings
 
-    def slot(self, group: int, token: int, request: int | None, idx_mapping: Sequence[int], position: int) -> Slot:
+    def slot(
+        self,
+        group: int,
+        token: int,
+        request: int | None,
+        row: int | None,
+        position: int,
+        last_position: int,
+        *,
+        is_named: bool = False,
+    ) -> Slot:
         """Return the slot of one token (R12, R13)."""
-        if request is None:
-            return Slot(PAD, "R13", token, position=position)
-        shape, row = self.shapes[group], idx_mapping[request]
+        shape = self.shapes[group]
+        pad = shape.pad_slot_id
+        if row is None:
+            return Slot(pad, "R13", token, position=position)
         columns = self.committed_columns(group, row)
-        found = place(shape, len(columns), position)
+        found = place(shape, len(columns), position, last_position, is_named=is_named)
         if isinstance(found, str):
-            return Slot(PAD, found, token, request, row, position)
+            return Slot(pad, found, token, request, row, position)
         column, offset = found
         block_id = columns[column]
-        if shape.null_is_pad and block_id < shape.blocks_per_kv_block:
-            return Slot(PAD, "R13", token, request, row, position, column, block_id)
+        if shape.is_missing(block_id) and (shape.null_is_pad or block_id == -1):
+            return Slot(pad, "R13", token, request, row, position, column, block_id)
         rule = "R14" if shape.slot_mode == "ring" else "R12" if shape.share is None else "R12, R18"
         return Slot(block_id * shape.kernel_block_size + offset, rule, token, request, row, position, column, block_id)
 
     # Parts.
 
     def _wide(self, group: int, columns: list[int]) -> list[int]:
-        return columns + [NULL] * (self.shapes[group].width - len(columns))
+        return columns + [self.shapes[group].filler] * (self.shapes[group].width - len(columns))
 
     def committed_columns(self, group: int, row: int) -> list[int]:
         """Return a row's column list as of the last commit; a dummy's is empty (R10)."""
@@ -468,7 +522,7 @@ class OracleTable:
                 raise Refused("ArgumentError")
             seen.add(row)
 
-    def _ids_per_group(self, block_ids: Any) -> list[list[int]]:
+    def _ids_per_group(self, block_ids: Any) -> list[list[Block]]:
         """Return one list of ids for each group; nothing is an empty list (R7, R8)."""
         if block_ids is None or len(block_ids) == 0:
             return [[] for _ in self.shapes]
@@ -482,26 +536,33 @@ class OracleTable:
         for shape, ids in zip(self.shapes, block_ids, strict=True):
             for block_id in ids or []:
                 self._check_id(shape, block_id)
-        return [list(ids or []) for ids in block_ids]
+        return [
+            [None if block_id == shape.null_block_id else block_id for block_id in ids or []]
+            for shape, ids in zip(self.shapes, block_ids, strict=True)
+        ]
 
-    def _ids_of(self, group: int, ids: Any) -> list[int]:
-        """Return a list of ids of one group; nothing is an empty list (R7, R8)."""
+    def _ids_of(self, group: int, ids: Any) -> list[Block]:
+        """Return the blocks that ids of one group name; nothing is an empty list (R7, R8)."""
         if isinstance(group, bool) or not isinstance(group, int):
             raise Refused("DtypeError")
         if not 0 <= group < len(self.shapes):
             raise Refused("ArgumentError")
+        shape = self.shapes[group]
         for block_id in ids or []:
-            self._check_id(self.shapes[group], block_id)
-        return list(ids or [])
+            self._check_id(shape, block_id)
+        return [None if block_id == shape.null_block_id else block_id for block_id in ids or []]
 
     @staticmethod
     def _check_id(shape: Geometry, block_id: Any) -> None:
         if isinstance(block_id, bool) or not isinstance(block_id, int):
             raise Refused("DtypeError")
-        if not 0 <= block_id < shape.block_id_limit or (block_id == NULL and not shape.takes_null):
+        if block_id == shape.null_block_id:
+            if not shape.allow_null:
+                raise Refused("ArgumentError")
+        elif not 0 <= block_id < shape.block_id_limit:
             raise Refused("ArgumentError")
 
-    def _split(self, block_ids: Any, counts: Any, num_rows: int) -> list[list[list[int]]]:
+    def _split(self, block_ids: Any, counts: Any, num_rows: int) -> list[list[list[Block]]]:
         """Return [groups][rows] lists of ids from one flat list for each group and the counts (R4)."""
         cells = []
         for flat, numbers in zip(self._ids_per_group(block_ids), self._counts(counts, num_rows), strict=True):
@@ -520,16 +581,16 @@ class OracleTable:
             raise Refused("ArgumentError")
         return per_group
 
-    def _extend(self, rows: Sequence[int], cells: list[list[list[int]]]) -> None:
+    def _extend(self, rows: Sequence[int], cells: list[list[list[Block]]]) -> None:
         self._store(rows, cells, lambda old, new: old + new)
 
-    def _replace(self, rows: Sequence[int], cells: list[list[list[int]]]) -> None:
+    def _replace(self, rows: Sequence[int], cells: list[list[list[Block]]]) -> None:
         self._store(rows, cells, lambda _old, new: new)
 
     def _store(
         self,
         rows: Sequence[int],
-        cells: list[list[list[int]]],
+        cells: list[list[list[Block]]],
         combine: Callable[[list[Block], list[Block]], list[Block]],
     ) -> None:
         """Make each row `combine(old blocks, new blocks)`, or refuse all of it where one is over capacity (R6)."""

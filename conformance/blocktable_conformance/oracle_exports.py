@@ -12,7 +12,7 @@ from math import gcd
 from typing import Any
 
 from blocktable import BlockTableConfig, Layout
-from blocktable_conformance.oracle import NULL, Geometry, OracleTable, ceil_div
+from blocktable_conformance.oracle import Geometry, OracleTable, ceil_div
 
 
 @dataclass
@@ -24,12 +24,14 @@ class Exported:
         indptr: [max_num_reqs + 1].
         last_page_lens: [max_num_reqs].
         lengths: [max_num_reqs].
+        num_cut: entries that the capacity leaves out.
     """
 
     entries: list[Any]
     indptr: list[int] | None = None
     last_page_lens: list[int] | None = None
     lengths: list[int] | None = None
+    num_cut: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class ExportOracle:
             )
             for i, row in enumerate(idx_mapping)
         ]
-        self.batch += [Request(-1) for _ in range(table.num_rows - len(self.batch))]
+        self.batch += [Request(-1) for _ in range(table.num_batch_rows - len(self.batch))]
 
     @property
     def shape(self) -> Geometry:
@@ -141,20 +143,27 @@ class ExportOracle:
         }
         return Exported([[make[kind](group, request) for request in self.batch] for group in self.groups])
 
+    def fill(self, group: int) -> int:
+        """Return what a place without an entry holds: what the consumer tests for, or a valid entry (R25)."""
+        if self.layout.null is not None:
+            return self.layout.null
+        return max(0, self.table.shapes[group].filler) * self.layout.entry_scale
+
+    def entry(self, group: int, block_id: int) -> int:
+        """Return the entry of a kernel block, or what stands for one that is missing (R25)."""
+        is_missing = self.table.shapes[group].is_missing(block_id)
+        return self.fill(group) if is_missing else block_id * self.layout.entry_scale
+
     # Tables (R26, R29).
 
     def _table_row(self, group: int, request: Request) -> list[int]:
-        expansion = self.table.shapes[group].blocks_per_kv_block
-        row = []
-        for block_id in self.columns(group, request):
-            is_missing = self.layout.null != NULL and block_id < expansion
-            row.append(self.layout.null if is_missing else block_id * self.layout.entry_scale)
-        return row + [self.layout.null] * (self.width - len(row))
+        row = [self.entry(group, block_id) for block_id in self.columns(group, request)]
+        return row + [self.fill(group)] * (self.width - len(row))
 
     def _kv_rows(self, group: int, request: Request) -> list[list[int]]:
-        keys = [block_id * self.layout.entry_scale for block_id in self.columns(group, request)]
+        keys = [self.entry(group, block_id) for block_id in self.columns(group, request)]
         values = [key + self.layout.value_offset for key in keys]
-        behind = [NULL] * (self.width - len(keys))
+        behind = [self.fill(group)] * (self.width - len(keys))
         return [keys + behind, values + behind]
 
     # CSR (R27, R28).
@@ -163,11 +172,12 @@ class ExportOracle:
         """Return indices of pages: of kernel blocks, or of single tokens, whose ids are slots."""
         pages_per_block = self.shape.kernel_block_size // page_size
         indices: list[list[int]] = [[] for _ in self.groups]
-        indptr, last_page_lens = [0], []
+        indptr, last_page_lens, num_cut = [0], [], 0
         for request in self.batch:
-            columns = [self.columns(group, request) for group in self.groups]
+            columns = [[self.entry(g, block_id) for block_id in self.columns(g, request)] for g in self.groups]
             pages = min(ceil_div(self.length(request), page_size), len(columns[0]) * pages_per_block)
             count = min(pages, capacity - indptr[-1])
+            num_cut += pages - count
             indptr.append(indptr[-1] + count)
             rest = self.length(request) - (count - 1) * page_size
             last_page_lens.append(min(rest, page_size) if count else 0)
@@ -175,15 +185,19 @@ class ExportOracle:
                 flat += [
                     row[page // pages_per_block] * pages_per_block + page % pages_per_block for page in range(count)
                 ]
-        whole = [flat + [NULL] * (capacity - len(flat)) for flat in indices]
-        return Exported(whole, indptr, last_page_lens, [self.length(request) for request in self.batch])
+        whole = [
+            flat + [self.fill(group) * pages_per_block] * (capacity - len(flat))
+            for group, flat in zip(self.groups, indices, strict=True)
+        ]
+        lengths = [self.length(request) for request in self.batch]
+        return Exported(whole, indptr, last_page_lens, lengths, num_cut)
 
     # The inverse map (R30).
 
     def _map_row(self, group: int, request: Request, num_kernel_blocks: int) -> list[int]:
-        columns = [self.layout.null] * num_kernel_blocks
+        columns = [-1] * num_kernel_blocks
         for column, block_id in enumerate(self.blocks(group, request)):
-            if self.table.shapes[group].blocks_per_kv_block <= block_id < num_kernel_blocks:
+            if not self.table.shapes[group].is_missing(block_id) and block_id < num_kernel_blocks:
                 columns[block_id] = column
         return columns
 
@@ -197,6 +211,6 @@ class ExportOracle:
             "aligned": max(0, request.seq_len - 1) // self.shape.kernel_block_size,
         }[self.layout.state_columns]
         found = columns[first : first + self.layout.num_columns]
-        states = [self.layout.null if block_id == NULL else block_id for block_id in found]
-        states += [self.layout.null] * (self.layout.num_columns - len(states))
+        states = [self.entry(group, block_id) for block_id in found]
+        states += [self.fill(group)] * (self.layout.num_columns - len(states))
         return states[0] if self.layout.state_columns == "first" else states

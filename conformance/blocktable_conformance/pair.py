@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from blocktable import ArgumentError, BlockTableConfig, BlockTableError, StepBuffers
 from blocktable_conformance.asserts import check, check_array, check_slots, check_table, fail
-from blocktable_conformance.oracle import PAD, OracleTable, Refused, Slot, Table
+from blocktable_conformance.oracle import OracleTable, Refused, Slot, Table
 from blocktable_conformance.subject import HostArray, Subject, address
 
 RULES_OF_REFUSALS = {"RowCapacityError": "R6", "RowIndexError": "R7", "DtypeError": "R7", "ArgumentError": "R4, R7"}
@@ -102,7 +102,10 @@ class Pair:
             buffers,
             [empty[group] for group in groups],
             [[0] * self.config.max_num_reqs for _ in groups],
-            [[Slot(PAD, "R15", token) for token in range(self.config.max_num_batched_tokens)] for _ in groups],
+            [
+                [Slot(shape.pad_slot_id, "R15", token) for token in range(self.config.max_num_batched_tokens)]
+                for shape in self.oracle.shapes
+            ],
         )
 
     # Row operations.
@@ -188,7 +191,7 @@ class Pair:
         Args:
             rules: what a wrong entry breaks besides R4 and R2.
         """
-        filled = [[len(self.oracle.columns(g, x)) for x in range(self.config.max_num_reqs)] for g in self._groups()]
+        filled = [[len(self.oracle.columns(g, x)) for x in range(self.oracle.num_rows)] for g in self._groups()]
         for group, table in enumerate(self.host_tables()):
             expected = self.oracle.host_table(group)
             both = _joined(rules, "R4" if self.oracle.shapes[group].blocks_per_kv_block == 1 else "R2, R4")
@@ -264,6 +267,7 @@ class Pair:
         query_start_loc: Sequence[int],
         positions: Sequence[int],
         *,
+        groups: Sequence[int] | None = None,
         num_tokens_padded: int | None = None,
         outputs: int = 0,
     ) -> list[HostArray]:
@@ -272,11 +276,13 @@ class Pair:
             self._int32(idx_mapping),
             self._int32(query_start_loc),
             self._int64(positions),
+            groups=groups,
             num_tokens_padded=num_tokens_padded,
             out=self.outputs[outputs].buffers if outputs else None,
         )
-        self._expect_slots(idx_mapping, query_start_loc, positions, outputs)
-        views = self._check_slot_views(returned, num_tokens_padded, outputs)
+        self._expect_slots(idx_mapping, query_start_loc, positions, outputs, groups)
+        num_returned = len(positions) if num_tokens_padded is None else num_tokens_padded
+        views = self._check_slot_views(returned, num_returned, outputs, groups)
         self.check_outputs(outputs)
         return views
 
@@ -308,7 +314,8 @@ class Pair:
         self._expect_tables(idx_mapping, requests, num_computed_tokens, outputs)
         self._expect_slots(idx_mapping, query_start_loc, positions, outputs)
         tables = self._check_table_views(step.block_tables, idx_mapping, padded, num_computed_tokens, outputs)
-        slots = self._check_slot_views(step.slot_mappings, num_tokens_padded, outputs)
+        num_returned = len(positions) if num_tokens_padded is None else num_tokens_padded
+        slots = self._check_slot_views(step.slot_mappings, num_returned, outputs)
         buffers = self.check_outputs(outputs)
         return Seen(tables, slots, *buffers)
 
@@ -404,15 +411,21 @@ class Pair:
             own = self._is_own_rows(group, idx_mapping, num_computed_tokens)
             # The buffer is not what the caller gets then, and what it holds is nobody's concern.
             self.outputs[outputs].tables[group] = None if own else tables[group]
-            held = [counts[group][row] if 0 <= row < self.config.max_num_reqs else 0 for row in mapping]
+            held = [counts[group][row] if 0 <= row < self.oracle.num_rows else 0 for row in mapping]
             self.outputs[outputs].filled[group] = held + [0] * (self.config.max_num_reqs - num_reqs)
 
     def _expect_slots(
-        self, idx_mapping: Sequence[int] | None, query_start_loc: Sequence[int], positions: Sequence[int], outputs: int
+        self,
+        idx_mapping: Sequence[int] | None,
+        query_start_loc: Sequence[int],
+        positions: Sequence[int],
+        outputs: int,
+        groups: Sequence[int] | None = None,
     ) -> None:
         mapping = range(len(query_start_loc) - 1) if idx_mapping is None else idx_mapping
-        slots = self.oracle.slots(mapping, query_start_loc, positions, self.config.max_num_batched_tokens)
-        self.outputs[outputs].slots = list(slots)
+        slots = self.oracle.slots(mapping, query_start_loc, positions, self.config.max_num_batched_tokens, groups)
+        for group, expected in zip(self._groups() if groups is None else groups, slots, strict=True):
+            self.outputs[outputs].slots[group] = expected  # those of the others stay
 
     def _check_table_views(
         self,
@@ -443,11 +456,12 @@ class Pair:
         return views
 
     def _check_slot_views(
-        self, returned: Sequence[Any], num_tokens_padded: int | None, outputs: int
+        self, returned: Sequence[Any], num_tokens_padded: int, outputs: int, groups: Sequence[int] | None = None
     ) -> list[HostArray]:
-        check(len(returned) == len(self.config.groups), "R12", "there must be one slot mapping for each group.")
+        chosen = self._groups() if groups is None else groups
+        check(len(returned) == len(chosen), "R12, R17", "there must be one slot mapping for each group.")
         views = []
-        for group, view in enumerate(returned):
+        for group, view in zip(chosen, returned, strict=True):
             expected = self.outputs[outputs].slots[group]
             if num_tokens_padded != 0:
                 source = self.outputs[outputs].buffers.slot_mappings[group]

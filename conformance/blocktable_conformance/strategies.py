@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from blocktable import BlockTableConfig, ContextParallel, KVCacheGroup
 from blocktable_conformance import profiles
-from blocktable_conformance.oracle import NULL, Geometry, OracleTable
+from blocktable_conformance.oracle import Geometry, OracleTable
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -44,21 +44,32 @@ def groups(draw: Draw, share: ContextParallel) -> KVCacheGroup:
     kernel_block_size = draw(st.sampled_from([4, 1, 2, 3, 5, 8, 16]))
     blocks_per_kv_block = draw(st.sampled_from([1, 1, 2, 3]))
     block_size = kernel_block_size * blocks_per_kv_block
-    slot_mode = draw(st.sampled_from([*["linear"] * 5, "ring", "ring", "none"]))
+    slot_mode = draw(st.sampled_from([*["linear"] * 5, "ring", "ring", "none", "cross"]))
     shardable = slot_mode == "linear" and (share.world_size == 1 or block_size % share.interleave_size == 0)
-    fixed = draw(st.booleans())
     most = max(1, profiles.current().max_columns // blocks_per_kv_block)
+    window = None if slot_mode == "cross" else draw(st.sampled_from([None, None, 1, 7, 16]))
+    fixed = draw(st.booleans())
+    blocks_per_row = draw(st.integers(1, min(most, 6))) if fixed else None
+    if slot_mode == "ring" and window is not None:  # a ring holds its window (R14)
+        blocks_per_row = min(max(blocks_per_row or 1, -(-window // block_size)), most)
+        window = min(window, blocks_per_row * block_size)
+    num_blocks = draw(st.sampled_from([None, None, 8, 1000]))
+    null_block_id = draw(st.sampled_from([0, 0, -1, 0 if num_blocks is None else num_blocks - 1, 5]))
+    in_null_block = max(null_block_id, 0) * block_size + block_size - 1 if null_block_id >= 0 else -7
+    beyond = -7 if num_blocks is None else num_blocks * block_size + 3
     return KVCacheGroup(
         block_size=block_size,
         kernel_block_size=kernel_block_size if draw(st.booleans()) or blocks_per_kv_block > 1 else None,
-        num_blocks=draw(st.sampled_from([None, None, 8, 1000])),
-        sliding_window=draw(st.sampled_from([None, None, 1, 7, 16])),
+        num_blocks=num_blocks,
+        sliding_window=window,
         slot_mode=slot_mode,
         sharded=draw(st.sampled_from([None, False])) if shardable else False,
-        allow_null=draw(st.sampled_from([None, True, False])),
+        null_block_id=null_block_id,
+        allow_null=draw(st.booleans()),
         null_is_pad=draw(st.booleans()),
-        blocks_per_row=draw(st.integers(1, min(most, 6))) if fixed else None,
-        extra_blocks=0 if fixed else draw(st.integers(0, 1)),
+        pad_slot_id=draw(st.sampled_from([-1, -1, -1, -2, in_null_block, beyond])),
+        blocks_per_row=blocks_per_row,
+        extra_blocks=0 if blocks_per_row is not None else draw(st.integers(0, 1)),
     )
 
 
@@ -72,7 +83,10 @@ def shares(draw: Draw) -> ContextParallel:
 
 @st.composite
 def configs(draw: Draw, share: ContextParallel | None = None) -> BlockTableConfig:
-    """Draw a config of one to three groups of different geometry, inside the profile's sizes."""
+    """Draw a config of one to three groups of different geometry, inside the profile's sizes.
+
+    Now and then its rows are more or fewer than those of a batch.
+    """
     profile = profiles.current()
     parallel = draw(shares()) if share is None else share
     chosen = draw(st.lists(groups(parallel), min_size=1, max_size=3))
@@ -85,6 +99,7 @@ def configs(draw: Draw, share: ContextParallel | None = None) -> BlockTableConfi
         "max_model_len": longest - lookahead_tokens,
         "lookahead_tokens": lookahead_tokens,
         "context_parallel": parallel,
+        "max_num_rows": draw(st.integers(1, profile.max_rows + 3)) if _rarely(draw, 4) else None,
     }
     alignment = draw(st.sampled_from([1, 4, 12, 16, 128]))
     aligned = BlockTableConfig(**options, width_alignment=alignment)
@@ -112,6 +127,12 @@ def distinct_rows(num_rows: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, num_rows - 1), unique=True, max_size=num_rows)
 
 
+def named_groups(num_groups: int) -> st.SearchStrategy[list[int] | None]:
+    """Draw the groups whose slots a call asks for, in any order; often all of them, which are then not named."""
+    some = st.lists(st.integers(0, num_groups - 1), min_size=1, max_size=num_groups, unique=True)
+    return st.one_of(st.none(), some)
+
+
 def _room(oracle: OracleTable, group: int, row: int, *, replace: bool) -> int:
     return oracle.shapes[group].capacity - (0 if replace else len(oracle.rows[group][row]))
 
@@ -133,9 +154,9 @@ def row_ids(draw: Draw, oracle: OracleTable, row: int, *, replace: bool, fit: bo
 def mappings(draw: Draw, oracle: OracleTable, group: int) -> tuple[Any, Any]:
     """Draw (old_ids, new_ids) of a remap: some ids that rows hold, perhaps others, to each other's places or to any."""
     shape = oracle.shapes[group]
-    held = sorted({block for blocks in oracle.rows[group] for block in blocks if block not in (None, NULL)})
+    held = sorted({block for blocks in oracle.rows[group] for block in blocks if block is not None})
     old = draw(st.lists(st.sampled_from(held), unique=True, max_size=4)) if held else []
-    old += [block for block in _stretched(draw, shape, 1) if block != NULL and block not in old]
+    old += [block for block in _stretched(draw, shape, 1) if block != shape.null_block_id and block not in old]
     new = _stretched(draw, shape, len(old)) if draw(st.booleans()) else draw(st.permutations(old))
     ids_dtype = draw(st.sampled_from([None, np.int64, np.int32]))
     return as_given(old, ids_dtype), as_given(new, ids_dtype)
@@ -209,9 +230,13 @@ def _spread(draw: Draw, number: int, limit: int) -> list[int]:
 
 def _stretched(draw: Draw, shape: Geometry, number: int) -> list[int]:
     """Return `number` ids that a group takes, from two drawn numbers."""
-    lowest, limit = 0 if shape.takes_null else 1, shape.block_id_limit
+    lowest, limit = -1 if shape.null_block_id == -1 and shape.allow_null else 0, shape.block_id_limit
     first, stride = draw(st.integers(lowest, limit - 1)), draw(st.sampled_from([1, 1, 0, 3]))
-    return [lowest + (first - lowest + index * stride) % (limit - lowest) for index in range(number)]
+    ids = [lowest + (first - lowest + index * stride) % (limit - lowest) for index in range(number)]
+    if shape.allow_null:
+        return ids
+    other = (shape.null_block_id + 1) % limit
+    return [other if block_id == shape.null_block_id else block_id for block_id in ids]
 
 
 @dataclass(frozen=True)
@@ -249,12 +274,12 @@ def batches(draw: Draw, config: BlockTableConfig, oracle: OracleTable, *, in_pla
         oracle: the table; its rows say which padding rows are empty.
         in_place: draw an `idx_mapping` of None now and then.
     """
-    num_rows, num_tokens = config.max_num_reqs, config.max_num_batched_tokens
-    num_reqs = 0 if _rarely(draw, 10) else draw(st.integers(1, num_rows))
+    most_reqs, num_rows, num_tokens = config.max_num_reqs, oracle.num_rows, config.max_num_batched_tokens
+    num_reqs = 0 if _rarely(draw, 10) else draw(st.integers(1, most_reqs))
     idx_mapping: list[int] | None = _idx_mapping(draw, num_reqs, num_rows)
-    padding = num_rows - num_reqs
-    if in_place and _rarely(draw, 4):
-        idx_mapping, padding = None, _empty_rows_after(oracle, num_reqs)
+    padding = most_reqs - num_reqs
+    if in_place and num_reqs <= num_rows and _rarely(draw, 4):
+        idx_mapping, padding = None, min(padding, _empty_rows_after(oracle, num_reqs))
     lengths = _spread(draw, num_reqs, 6)
     first = draw(st.sampled_from([0, 0, 0, 2]))
     starts = [first + sum(lengths[:request]) for request in range(num_reqs + 1)]

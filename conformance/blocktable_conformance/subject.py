@@ -18,7 +18,7 @@ LAUNCHING = frozenset({"write", "commit", "gather", "step", "export", "reset_buf
 """Calls of a block store that start work on the device."""
 
 HEADER = 5
-"""Counts before packed changes: single values, ranges, range values, NULL ranges, their entries."""
+"""Counts before packed changes: single values, ranges, range values, constant ranges, their entries."""
 
 
 @dataclass
@@ -32,15 +32,16 @@ class SentWrites:
     @classmethod
     def of_packed(cls, block: HostArray) -> SentWrites:
         """Read packed changes (`Writes.pack_changes`), in the order of their offsets."""
-        singles, ranges, values, nulls, null_entries = block[:HEADER].tolist()
-        parts = np.split(block[HEADER:], np.cumsum([singles, singles, ranges, ranges, values, nulls, nulls]))
+        singles, ranges, values, constants, entries = block[:HEADER].tolist()
+        sizes = [singles, singles, ranges, ranges, values, constants, constants, constants]
+        parts = np.split(block[HEADER:], np.cumsum(sizes))
         found = [(offset, [value]) for offset, value in zip(parts[0].tolist(), parts[1].tolist(), strict=True)]
         ends = [*parts[3][1:].tolist(), values]
         for offset, start, end in zip(parts[2].tolist(), parts[3].tolist(), ends[: ranges or 0], strict=True):
             found.append((offset, parts[4][start:end].tolist()))
-        ends = [*parts[6][1:].tolist(), null_entries]
-        for offset, start, end in zip(parts[5].tolist(), parts[6].tolist(), ends[: nulls or 0], strict=True):
-            found.append((offset, [0] * (end - start)))
+        ends = [*parts[6][1:].tolist(), entries]
+        for i in range(constants):
+            found.append((int(parts[5][i]), [int(parts[7][i])] * (ends[i] - int(parts[6][i]))))
         found.sort()
         contents = [value for _, written in found for value in written]
         return cls([offset for offset, _ in found], [len(written) for _, written in found], contents)

@@ -36,7 +36,7 @@ def test_positions_far_past_every_row_are_pad(subject_once: Subject) -> None:
     """
     pair = make(subject_once, B16, width=2, rows=[[5, 6]])
     pair.commit()
-    slots = pair.compute([0], [0, 5], [2**31, 2**32, 2**40, 2**63 - 1, 31])
+    slots = pair.compute([0], [0, 5], [2**31, 2**32, 2**40, 2**63 - 1, 31], num_tokens_padded=16)
     check(slots[0].tolist() == [PAD] * 4 + [111] + [PAD] * 11, "R13", f"four PADs, then 111, got {slots[0].tolist()}")
 
 
@@ -131,7 +131,7 @@ def test_slots_are_64_bits_wide(
     """
     pair = make(subject_once, KVCacheGroup(block_size=block_size), width=1, rows=[[block_id]])
     pair.commit()
-    slots = pair.compute([0], [0, 1], [position])[0]
+    slots = pair.compute([0], [0, 1], [position], num_tokens_padded=16)[0]
     check(slots.tolist() == [slot] + [PAD] * 15, "R12, R16", f"{slot}, then PAD, got {slots.tolist()}")
 
 
@@ -143,7 +143,8 @@ def test_negative_positions_are_pad(subject_once: Subject) -> None:
     for group in (B16, KVCacheGroup(block_size=16, slot_mode="ring")):
         pair = make(subject_once, group, rows=[[5]])
         pair.commit()
-        slots = pair.compute([0], [0, 6], [-1, -16, -17, -(2**40), -(2**63), 0])[0]
+        positions = [-1, -16, -17, -(2**40), -(2**63), 0]
+        slots = pair.compute([0], [0, 6], positions, num_tokens_padded=16)[0]
         check(slots.tolist() == [PAD] * 5 + [80] + [PAD] * 10, "R13", f"five PADs, then 80, got {slots.tolist()}")
 
 

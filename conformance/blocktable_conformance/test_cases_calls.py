@@ -170,14 +170,14 @@ def test_inputs_may_be_host_arrays_and_views_at_any_offset(subject: Subject) -> 
     step = pair.table.step(idx_mapping, starts, positions)
     for array in (idx_mapping, starts, positions):
         array[:] = 0
-    check_values(subject.to_host(step.slot_mappings[0]), [23, 11, 36] + [PAD] * 13, "R10", "slots of host inputs")
+    check_values(subject.to_host(step.slot_mappings[0]), [23, 11, 36], "R10", "slots of host inputs")
     expect_table(subject.to_host(step.block_tables[0]), [[5], [2, 9]], "R10")
     device = [
         subject.device_array(values, dtype)[1:]
         for values, dtype in (([9, 0], "int32"), ([9, 0, 2], "int32"), ([9, 4, 3], "int64"))
     ]
     step = pair.table.step(*device)
-    check_values(subject.to_host(step.slot_mappings[0]), [36, 11] + [PAD] * 14, "R21", "slots of inputs at an offset")
+    check_values(subject.to_host(step.slot_mappings[0]), [36, 11], "R21", "slots of inputs at an offset")
 
 
 def test_positions_may_be_longer_than_the_tokens(subject: Subject) -> None:
@@ -212,7 +212,7 @@ def test_kernels_see_the_last_commit_not_the_host(subject_once: Subject) -> None
     pair.check_device()
     expect_table(pair.gather([0, 1])[0], [[2, 9], [5]], "R9")
     slots = pair.compute([0, 1], [0, 2, 3], [0, 4, 0])[0]
-    check_values(slots, [8, 36, 20] + [PAD] * 13, "R9", "the slots of the last commit")
+    check_values(slots, [8, 36, 20], "R9", "the slots of the last commit")
     pair.commit()
     expect_table(pair.gather([0, 1])[0], [[7], []], "R9")
 
@@ -370,5 +370,5 @@ def test_slots_of_32_bits(subject: Subject) -> None:
     group = KVCacheGroup(block_size=64, num_blocks=33_554_432)
     pair = make(subject, group, slot_dtype="int32", rows=[[33_554_431, 1]])
     seen = one_request(pair, [63, 64, 128])
-    check_array(seen.slot_mappings[0], "int32", (16,), "R16", "the slot mapping")
+    check_array(seen.slot_mappings[0], "int32", (3,), "R16", "the slot mapping")
     expect_slots(seen, [2**31 - 1, 64], "R16")

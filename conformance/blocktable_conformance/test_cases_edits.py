@@ -154,6 +154,29 @@ def test_a_hole_is_filled_and_made_by_a_replacement(subject_once: Subject) -> No
     pair.commit()
 
 
+@pytest.mark.parametrize("null", [-1, 0, 3])
+def test_holes_have_the_id_of_the_groups_null_block(subject_once: Subject, null: int) -> None:
+    """With null block -1, 0 or 3 a hole is that id, is not common and is no old id; every other id is real, 0 too.
+
+    Cases: E2. Rules: R4, R5, R7.
+    """
+    group = KVCacheGroup(block_size=32, kernel_block_size=16, num_blocks=9, null_block_id=null, allow_null=True)
+    real = 0 if null else 1
+    pair = make(subject_once, group, rows=[[real, 5, 6], [real, null, 6]])
+    filler = -1 if null == -1 else 2 * null
+    pair.do("null_range", 0, 0, 1, 2)
+    check(pair.table.block_ids(0, 0).tolist() == [real, null, 6], "R4", "a hole must have the id of the null block.")
+    check(pair.table.common_blocks([0, 1], 0) == 1, "R4", "a hole is not common.")
+    pair.look_at(0, [0, 1])
+    pair.refuse("ArgumentError", "remap_blocks", 0, [null], [5])
+    pair.do("remap_blocks", 0, [real, 6], [7, null])
+    columns = pair.table.host_table(0)[0].tolist()
+    check(columns == [14, 15, *[filler] * 6], "R4, R5", f"block 6 must be a hole of {filler}, got {columns}")
+    pair.do("replace_blocks", 1, 0, 0, [null, real])
+    pair.do("set_row", 0, [null, real])
+    pair.commit()
+
+
 def test_copies_read_every_source_first(subject_once: Subject) -> None:
     """Rows [1, 5], [1, 6]; sources 1, 0, 0 over 0, 1, 2 give [1, 6], [1, 5], [1, 5], and the shared block is not sent.
 
@@ -411,12 +434,12 @@ def test_no_edit_sends_a_block_that_stood_there(
     Rules: R4, R5, R9.
     """
     pair = Pair(subject_once, config)
-    oracle, all_rows = pair.oracle, list(range(config.max_num_reqs))
+    oracle, all_rows = pair.oracle, list(range(config.num_rows))
     pair.do("set_rows", *data.draw(bulk_calls(oracle, all_rows, replace=True, fit=True)))
     pair.commit()
     before, held = [table.copy() for table in pair.host_tables()], pair.table.num_blocks_per_row
     group = data.draw(st.integers(0, len(config.groups) - 1))
-    rows = data.draw(distinct_rows(config.max_num_reqs))
+    rows = data.draw(distinct_rows(config.num_rows))
     edits: dict[str, Callable[[], Any]] = {
         "set_rows": lambda: data.draw(bulk_calls(oracle, rows, replace=True)),
         "copy_rows": lambda: ([all_rows[row // 2] for row in rows], rows),

@@ -162,13 +162,14 @@ def test_groups_of_one_size_have_tables_of_their_own(subject: Subject) -> None:
 
 
 def test_a_ring_wraps_around_its_row(subject: Subject) -> None:
-    """Positions wrap at the eight tokens of two blocks; an empty ring row has no slots.
+    """Positions wrap at the eight tokens of two blocks, and of two tokens in one place the last has the slot.
 
-    Cases: G9. Rules: R13, R14.
+    An empty ring row has no slots. Cases: G9. Rules: R13, R14.
     """
     pair = make(subject, KVCacheGroup(block_size=4, slot_mode="ring"), rows=[[7, 9]])
-    expect_slots(one_request(pair, [0, 5, 8, 13]), [28, 37, 28, 37], "R14")
-    expect_slots(one_request(pair, [2**40 + 5, 2**63 - 1]), [37, 39], "R14")
+    expect_slots(one_request(pair, [0, 5, 8, 13]), [PAD, PAD, 28, 37], "R14")
+    expect_slots(one_request(pair, [6, 7, 8, 13]), [38, 39, 28, 37], "R14")
+    expect_slots(pair.step([0, 0], [0, 1, 2], [2**40 + 5, 2**63 - 1]), [37, 39], "R14")
     expect_slots(one_request(pair, [0, 1], row=1), [], "R14")
 
 
@@ -179,7 +180,7 @@ def test_a_ring_of_kernel_blocks(subject: Subject) -> None:
     """
     group = KVCacheGroup(block_size=4, kernel_block_size=2, slot_mode="ring", blocks_per_row=3)
     pair = make(subject, group, rows=[[7, 9]])
-    expect_slots(one_request(pair, [0, 3, 4, 7, 8, 11]), [28, 31, 36, 39, 28, 31], "R14")
+    expect_slots(one_request(pair, [0, 3, 4, 7, 8, 11]), [PAD, PAD, 36, 39, 28, 31], "R14")
 
 
 def test_a_group_without_slots(subject: Subject) -> None:

@@ -21,6 +21,7 @@ from blocktable_conformance.strategies import (
     distinct_rows,
     integers_as_given,
     mappings,
+    named_groups,
     replacements,
     row_ids,
 )
@@ -45,7 +46,7 @@ class TableHistory(RuleBasedStateMachine):
         self.pair = Pair(self.subject, config)
         self.config = config
         self.shapes = self.pair.oracle.shapes
-        self.num_rows = config.max_num_reqs
+        self.num_rows = config.num_rows
         self.batch: BatchDraw | None = None
         if not is_empty:
             rows = list(range(self.num_rows))
@@ -166,7 +167,7 @@ class TableHistory(RuleBasedStateMachine):
             ("copy_rows", [row], []),
             ("copy_rows", [row, row], [last, last]),
             ("replace_blocks", row, 0, -1, None),
-            ("remap_blocks", 0, [0], [1]),
+            ("remap_blocks", 0, [self.shapes[0].null_block_id], [1]),
             ("remap_blocks", 0, [1, 1], [2, 3]),
         ]
         self.pair.do(*data.draw(st.sampled_from(calls)))
@@ -226,6 +227,7 @@ class TableHistory(RuleBasedStateMachine):
             batch.idx_mapping,
             batch.query_start_loc,
             batch.positions,
+            groups=data.draw(named_groups(len(self.shapes))),
             num_tokens_padded=batch.num_tokens_padded,
             outputs=self._set(data),
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, Batch, BlockTableConfig, StepBuffers, Writes
+from blocktable import Batch, BlockTableConfig, StepBuffers, Writes
 
 
 class PlainTable:
@@ -13,7 +13,7 @@ class PlainTable:
 
     def __init__(self, config: BlockTableConfig) -> None:
         self.config = config
-        self.memory = np.zeros(config.arena.size, np.int32)
+        self.memory = config.arena.empty()
 
     def table(self, group: int) -> Any:
         return self.config.arena.view(self.memory, group)
@@ -24,57 +24,68 @@ class PlainTable:
             self.memory[offset : offset + length] = writes.values[end - length : end]
 
     def create_buffers(self) -> StepBuffers:
-        # A second arena: it brings the NULL columns that attention kernels read past the last row.
-        memory, groups = np.zeros_like(self.memory), range(len(self.config.groups))
-        slots = [np.full(self.config.max_num_batched_tokens, PAD_SLOT_ID, self.config.slot_dtype) for _ in groups]
-        return StepBuffers(tuple(self.config.arena.view(memory, group) for group in groups), tuple(slots))
+        # An arena too: it brings the NULL columns that attention kernels read past the last row.
+        arena, dtype, groups = self.config.batch_arena, self.config.slot_dtype, self.config.groups
+        memory = arena.empty()
+        slots = [np.full(self.config.max_num_batched_tokens, group.pad_slot_id, dtype) for group in groups]
+        return StepBuffers(tuple(arena.view(memory, group) for group in range(len(groups))), tuple(slots))
 
     def reset_buffers(self, out: StepBuffers, *, stream: int | None) -> None:
-        for table, slots in zip(out.block_tables, out.slot_mappings, strict=True):
-            table[:], slots[:] = NULL_BLOCK_ID, PAD_SLOT_ID
+        for group, table, slots in zip(self.config.groups, out.block_tables, out.slot_mappings, strict=True):
+            table[:], slots[:] = group.filler, group.pad_slot_id
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         for group, (geometry, batch_table) in enumerate(zip(self.config.groups, out.block_tables, strict=True)):
-            batch_table[:] = NULL_BLOCK_ID
+            batch_table[:] = geometry.filler
             for i, row in self.rows_of(batch):
                 filled = self.table(-1)[group, row]
                 batch_table[i, :filled] = self.table(group)[row, :filled]
-                if geometry.sliding_window is not None and batch.num_computed_tokens is not None:
-                    passed = max(0, int(batch.num_computed_tokens[i]) - geometry.sliding_window + 1)
+                if geometry.cut_window is not None and batch.num_computed_tokens is not None:
+                    passed = max(0, int(batch.num_computed_tokens[i]) - geometry.cut_window + 1)
                     if geometry.is_sharded:
                         passed = self.config.context_parallel.local_lengths(passed)
-                    batch_table[i, : passed // geometry.tokens_per_column] = NULL_BLOCK_ID
+                    batch_table[i, : passed // geometry.tokens_per_column] = geometry.filler
 
-    def compute_slot_mappings(self, batch: Batch, out: Sequence[Any], *, stream: int | None) -> None:
+    def compute_slot_mappings(
+        self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+    ) -> None:
         assert batch.query_start_loc is not None  # the core's promise
         assert batch.positions is not None
         starts = batch.query_start_loc.tolist()
-        for group, slots in enumerate(out):
-            slots[:] = PAD_SLOT_ID
+        for group, slots in zip(range(len(out)) if groups is None else groups, out, strict=True):
+            slots[:] = self.config.groups[group].pad_slot_id
+            if groups is None and self.config.groups[group].slot_mode == "cross":
+                continue
             num_tokens = min(starts[-1], len(batch.positions), len(slots))
             for i, row in self.rows_of(batch):
-                for token in range(max(starts[i], 0), min(starts[i + 1], num_tokens)):
-                    slots[token] = self.slot(group, row, int(batch.positions[token]))
+                end = min(starts[i + 1], num_tokens)
+                for token in range(max(starts[i], 0), end):
+                    slots[token] = self.slot(group, row, int(batch.positions[token]), int(batch.positions[end - 1]))
 
     def rows_of(self, batch: Batch) -> Iterator[tuple[int, int]]:
         rows = range(batch.num_reqs) if batch.idx_mapping is None else batch.idx_mapping.tolist()
-        return ((i, row) for i, row in enumerate(rows) if 0 <= row < self.config.max_num_reqs)
+        return ((i, row) for i, row in enumerate(rows) if 0 <= row < self.config.num_rows)
 
-    def slot(self, group: int, row: int, position: int) -> int:
+    def slot(self, group: int, row: int, position: int, last_position: int) -> int:
         geometry, shard = self.config.groups[group], self.config.context_parallel
         tokens, filled = geometry.tokens_per_column, int(self.table(-1)[group, row])
         if position < 0 or filled == 0 or geometry.slot_mode == "none":
-            return PAD_SLOT_ID
+            return geometry.pad_slot_id
+        if geometry.slot_mode == "ring" and position <= last_position - filled * tokens:
+            return geometry.pad_slot_id  # a later token of this call has its slot
         local = position % (filled * tokens) if geometry.slot_mode == "ring" else position
         if geometry.is_sharded:
             turn, place = divmod(position, shard.interleave_size)
             if turn % shard.world_size != shard.rank:
-                return PAD_SLOT_ID
+                return geometry.pad_slot_id
             local = turn // shard.world_size * shard.interleave_size + place
         column, offset = divmod(local, tokens)
-        block_id = int(self.table(group)[row, column]) if column < filled else None
-        if block_id is None or (geometry.null_is_pad and block_id < geometry.blocks_per_kv_block):
-            return PAD_SLOT_ID
+        if column >= filled:
+            return geometry.pad_slot_id
+        block_id = int(self.table(group)[row, column])
+        is_missing = 0 <= block_id - geometry.null_start < geometry.blocks_per_kv_block
+        if is_missing and (geometry.null_is_pad or block_id < 0):
+            return geometry.pad_slot_id
         return block_id * tokens + offset
 
 

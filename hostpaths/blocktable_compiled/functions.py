@@ -13,11 +13,21 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 REFUSED = -1
-GEOMETRY = ("table_start", "width", "blocks_per_kv_block", "max_columns", "lowest_id", "id_limit")
+GEOMETRY = (
+    "table_start",
+    "width",
+    "blocks_per_kv_block",
+    "max_columns",
+    "id_limit",
+    "null_block_id",
+    "allow_null",
+    "filler",
+)
+NUM_FIELDS = len(GEOMETRY)
 STATE = (
     "mirror",  # address of [mirror_size] int32
     "mirror_size",
-    "geometry",  # address of [num_groups, 6] int64, see GEOMETRY
+    "geometry",  # address of [num_groups, NUM_FIELDS] int64, see GEOMETRY
     "num_groups",
     "num_rows",
     "stamps",  # address of [num_rows] int64
@@ -100,7 +110,7 @@ def append(
         alone), and whether the entries are late: see SIZE_SHIFT. REFUSED with nothing changed where anything is wrong.
     """
     n, num_groups, num_rows = rows.size, state[NUM_GROUPS], state[NUM_ROWS]
-    geometry = _int64s(state, TABLES, (num_groups, 6))
+    geometry = _int64s(state, TABLES, (num_groups, NUM_FIELDS))
     mirror = _int32s(state, MIRROR, state[MIRROR_SIZE])
     offsets, lengths = _int64s(state, OFFSETS, state[JOURNAL_SIZE]), _int64s(state, LENGTHS, state[JOURNAL_SIZE])
     values = _int32s(state, VALUES, state[JOURNAL_SIZE])
@@ -111,7 +121,8 @@ def append(
         return REFUSED
     first_id, most_values = 0, n * num_groups
     for g in range(num_groups):
-        k, max_columns, lowest, limit = geometry[g, 2], geometry[g, 3], geometry[g, 4], geometry[g, 5]
+        k, max_columns, limit = geometry[g, 2], geometry[g, 3], geometry[g, 4]
+        null, allow_null = geometry[g, 5], geometry[g, 6]
         total = 0
         for i in range(n):
             count = counts[i]
@@ -122,7 +133,10 @@ def append(
         if total != ids_per_group or most_values > MAX_VALUES:
             return REFUSED
         for j in range(first_id, first_id + total):
-            if ids[j] < lowest or ids[j] >= limit:
+            if ids[j] == null:
+                if not allow_null:
+                    return REFUSED
+            elif ids[j] < 0 or ids[j] >= limit:
                 return REFUSED
         first_id += total
 
@@ -177,11 +191,13 @@ def append(
     block, r = 0, first_range
     for g in range(num_groups):
         k, last = geometry[g, 2], block + ids_per_group
+        null, filler = geometry[g, 5], geometry[g, 7]
         while block < last:
             entry, end = offsets[r], offsets[r] + lengths[r]
             while entry < end:
+                is_null = ids[block] == null
                 for part in range(k):
-                    mirror[entry] = ids[block] * k + part
+                    mirror[entry] = filler if is_null else ids[block] * k + part
                     entry += 1
                 block += 1
             if lengths[r] == 1:
@@ -218,7 +234,7 @@ def truncate(
         The journal's size; REFUSED with nothing changed where anything is wrong.
     """
     n, num_groups, num_rows = rows.size, state[NUM_GROUPS], state[NUM_ROWS]
-    geometry = _int64s(state, TABLES, (num_groups, 6))
+    geometry = _int64s(state, TABLES, (num_groups, NUM_FIELDS))
     mirror = _int32s(state, MIRROR, state[MIRROR_SIZE])
     offsets, lengths = _int64s(state, OFFSETS, state[JOURNAL_SIZE]), _int64s(state, LENGTHS, state[JOURNAL_SIZE])
     if size + 2 * num_groups * n > state[JOURNAL_SIZE]:
@@ -230,6 +246,7 @@ def truncate(
             return REFUSED
     for g in range(num_groups):
         table_start, width, k, max_columns = geometry[g, 0], geometry[g, 1], geometry[g, 2], geometry[g, 3]
+        filler = geometry[g, 7]
         for i in range(n):
             cell = g * num_rows + rows[i]
             filled = mirror[cell]
@@ -238,7 +255,7 @@ def truncate(
                 mirror[cell] = columns
                 first = table_start + rows[i] * width
                 for column in range(columns, filled):
-                    mirror[first + column] = 0
+                    mirror[first + column] = filler
                 offsets[size], lengths[size] = cell, 1
                 offsets[size + 1], lengths[size + 1] = first + columns, filled - columns
                 size += 2
@@ -286,9 +303,9 @@ def merge(
 
 
 @njit(cache=True, nogil=True)
-def _is_null(mirror, offset, length):
-    for entry in range(offset, offset + length):
-        if mirror[entry] != 0:
+def _is_constant(mirror, offset, length):
+    for entry in range(offset + 1, offset + length):
+        if mirror[entry] != mirror[offset]:
             return False
     return True
 
@@ -304,25 +321,25 @@ def pack_changes(state, knows_values, size, block):
     offsets, lengths = _int64s(state, OFFSETS, state[JOURNAL_SIZE]), _int64s(state, LENGTHS, state[JOURNAL_SIZE])
     values_of = _int32s(state, VALUES, state[JOURNAL_SIZE])
     first_known = state[NUM_GROUPS] * state[NUM_ROWS]
-    singles = num_ranges = values = nulls = null_entries = 0
+    singles = num_ranges = values = num_constant_ranges = num_constants = 0
     for i in range(size):
         if lengths[i] == 1:
             singles += 1
-        elif _is_null(mirror, offsets[i], lengths[i]):
-            nulls += 1
-            null_entries += lengths[i]
+        elif _is_constant(mirror, offsets[i], lengths[i]):
+            num_constant_ranges += 1
+            num_constants += lengths[i]
         else:
             num_ranges += 1
             values += lengths[i]
-    end = CHANGES_HEADER + 2 * (singles + num_ranges + nulls) + values
+    end = CHANGES_HEADER + 2 * (singles + num_ranges) + values + 3 * num_constant_ranges
     if end > block.size:
         return REFUSED
-    block[0], block[1], block[2], block[3], block[4] = singles, num_ranges, values, nulls, null_entries
+    block[0], block[1], block[2], block[3], block[4] = singles, num_ranges, values, num_constant_ranges, num_constants
     single = CHANGES_HEADER
     ranged = single + 2 * singles
     value = ranged + 2 * num_ranges
-    null = value + values
-    first_value, value_start, null_start = value, 0, 0
+    constant = value + values
+    first_value, value_start, constant_start = value, 0, 0
     for i in range(size):
         offset, length = offsets[i], lengths[i]
         if length == 1:
@@ -330,10 +347,11 @@ def pack_changes(state, knows_values, size, block):
             is_known = knows_values and offset >= first_known
             block[single], block[single + singles] = offset, values_of[i] if is_known else mirror[offset]
             single += 1
-        elif _is_null(mirror, offset, length):
-            block[null], block[null + nulls] = offset, null_start
-            null_start += length
-            null += 1
+        elif _is_constant(mirror, offset, length):
+            block[constant], block[constant + num_constant_ranges] = offset, constant_start
+            block[constant + 2 * num_constant_ranges] = mirror[offset]
+            constant_start += length
+            constant += 1
         else:
             block[ranged], block[ranged + num_ranges] = offset, value_start
             ranged += 1

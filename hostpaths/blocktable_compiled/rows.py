@@ -72,8 +72,9 @@ class CompiledRows(NumpyRows):
     def __init__(self, config: BlockTableConfig) -> None:
         super().__init__(config)
         arena = config.arena
-        limits = (self.columns_per_block[:, 0], self._max_columns[:, 0], self._lowest_ids, self._id_limits)
-        self._geometry: IntArray = np.column_stack((arena.group_offsets, arena.widths, *limits)).astype(np.int64)
+        sizes = (arena.group_offsets, arena.widths, self.columns_per_block[:, 0], self._max_columns[:, 0])
+        ids = (self._id_limits, self._null_ids, [group.allow_null for group in config.groups], arena.fillers)
+        self._geometry: IntArray = np.column_stack((*sizes, *ids)).astype(np.int64)  # GEOMETRY of `functions`
         self._row_stamps: IntArray = np.zeros(arena.num_rows, np.int64)
         self._stamp = 0
         # Entries that appends have noted and the mirror does not hold yet, oldest first.
@@ -209,6 +210,7 @@ class CompiledRows(NumpyRows):
         journal = self.journal
         journal.size = journal.merged_size = journal.num_values = 0
         journal.known_size = NOT_NOTED
+        self.committed_filled[...] = self.filled
         num_bytes, self._num_bytes = self._num_bytes, 0
         return num_bytes
 

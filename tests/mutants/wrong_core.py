@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import blocktable.exports
-import blocktable.inspection
 import blocktable.metadata
 import blocktable.table
 from blocktable import BlockTableConfig, ContextParallel, RowCapacityError, Writes
@@ -101,7 +100,17 @@ def replacements_may_pass_the_end(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R4")
 def holes_are_common(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocktable.inspection, "NULL_BLOCK_ID", -2)
+    def common_blocks(self: BlockTable, rows: Any, group: int) -> int:
+        ids = [self.block_ids(int(row), group).tolist() for row in self._rows.check_rows("rows", rows, advice=None)]
+        index = self._group_index(group)
+        count = 0
+        for blocks in zip(*ids, strict=False):
+            if len(set(blocks)) > 1:
+                break
+            count += 1
+        return count if index >= 0 else 0
+
+    patch.setattr(BlockTable, "common_blocks", common_blocks)
 
 
 @_mutant("R9")
