@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from blocktable.errors import ArgumentError, DtypeError, RowIndexError
-from blocktable.protocols import IntArray
+
+if TYPE_CHECKING:  # the configuration checks with these functions, and the protocols stand on the configuration
+    from blocktable.protocols import IntArray
 
 _NUMPY_DTYPES = {name: np.dtype(name) for name in ("int32", "int64")}
 _TENSOR_TYPES: set[type] = set()  # torch's classes and dtypes, as they are met: the core imports no torch
@@ -110,6 +112,14 @@ def _expected(num_groups: int) -> str:
 
 def _is_nested(value: Any) -> bool:
     return value is None or hasattr(value, "__len__")
+
+
+def ints_per_row(name: str, values: Any, num_rows: int) -> IntArray:
+    """Return one int for each row of a call, `[num_rows]` integers."""
+    array = int_array(name, values)
+    if array.size != num_rows:
+        raise ArgumentError(f"{name} must hold one int for each of the {num_rows} rows, got {array.size}.")
+    return array
 
 
 def bounded(counts: IntArray) -> IntArray:

@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from blocktable.checks import int_array, int_scalar
 from blocktable.constants import NO_NULL_BLOCK, NULL_BLOCK_ID, PAD_SLOT_ID
 from blocktable.context_parallel import ContextParallel
-from blocktable.errors import ConfigError
+from blocktable.errors import ArgumentError, ConfigError
 
 SlotMode = Literal["linear", "ring", "none", "cross"]
 SlotDtype = Literal["int64", "int32"]
@@ -439,6 +440,36 @@ class BlockTableConfig:
     def width(self, group: int) -> int:
         """Return how many columns a row of `group` has (R3)."""
         return row_width(self._group(group), width_alignment=self.width_alignment, **self._geometry())
+
+    def kernel_block_ids(self, group: int, ids: Any) -> np.ndarray[Any, Any]:
+        """Return the kernel blocks that manager blocks consist of, as they stand in a row.
+
+        Args:
+            group: the group.
+            ids: [n] ints. Manager block ids. The group's null_block_id, which `BlockTable.block_ids` returns for a
+                hole, is the filler in all its columns.
+
+        Returns:
+            [n * blocks_per_kv_block] int32.
+
+        Raises:
+            ArgumentError: an id that the group cannot have.
+            ConfigError, DtypeError: there is no such group; `ids` are no ints on the host.
+
+        Rules: R2, R7.
+        """
+        geometry, blocks = self._group(int_scalar("group", group)), int_array("ids", ids)
+        expansion, limit = geometry.blocks_per_kv_block, geometry.block_id_limit
+        is_null = blocks == geometry.null_block_id
+        wrong = np.flatnonzero(((blocks < 0) | (blocks >= limit)) & ~is_null)
+        if wrong.size:
+            raise ArgumentError(
+                f"ids, index {wrong[0]}: block id {blocks[wrong[0]]} is outside 0 .. {limit - 1}, the ids of group "
+                f"{group}."
+            )
+        columns = blocks.astype(np.int64)[:, None] * expansion + np.arange(expansion)
+        columns[is_null] = geometry.filler
+        return columns.astype(np.int32).ravel()
 
     @property
     def num_rows(self) -> int:

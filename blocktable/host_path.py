@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from blocktable.config import BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
 from blocktable.protocols import IntArray, Writes
-from blocktable.rows import Journal, NumpyRows
+from blocktable.rows import DISTINCT_ROWS, Journal, NumpyRows
 
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 HOST_PATHS = ("auto", "numpy", "compiled")
@@ -52,8 +52,14 @@ class HostPath(Protocol):
 
     # Operations.
 
-    def check_rows(self, name: str, rows: Any) -> IntArray:
-        """Return rows as [n] int64: inside the table and distinct. Valid until the caller's array changes."""
+    def check_rows(self, name: str, rows: Any, *, advice: str | None = DISTINCT_ROWS) -> IntArray:
+        """Return rows as [n] int64: inside the table and distinct. Valid until the caller's array changes.
+
+        Args:
+            name: of the argument.
+            rows: [n] ints.
+            advice: what the refusal of a repeated row says about it. None: rows may repeat.
+        """
 
     def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
         """Check the rows and append; arguments as `BlockTable.append_rows`."""
@@ -81,8 +87,28 @@ class HostPath(Protocol):
     def null(self, rows: IntArray, group: int, starts: IntArray, stops: IntArray) -> None:
         """Make manager blocks `starts[i] .. stops[i] - 1` of each row NULL; later ones stay."""
 
+    def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
+        """Exchange counts[i] manager blocks of each row in one group, from starts[i] on.
+
+        Args:
+            rows: [n] int64.
+            group: a group that exists.
+            starts: [n] int64.
+            block_ids: flat ids, row after row; nothing: none.
+            counts: [n] integers. None: all ids are for the one row.
+        """
+
+    def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
+        """Exchange block old_ids[i] by new_ids[i] wherever a row holds it, all at once."""
+
     def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
-        """Replace each row dst[i] by what src[i] held before the call; with `vacate`, other sources become empty."""
+        """Replace each row dst[i] by what src[i] held before the call; with `vacate`, other sources become empty.
+
+        Args:
+            src: [n] int64. Rows; with `vacate` distinct.
+            dst: [n] int64. Distinct rows.
+            vacate: whether rows move.
+        """
 
     def occupied_rows(self) -> IntArray:
         """Return the rows that hold a block in any group, [n] int64."""

@@ -1,4 +1,4 @@
-"""Looking into a table: the device against the host, and what a slot is."""
+"""Looking into a table: the device against the host, what a slot is, what rows hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, BlockTableError
 from blocktable.host_path import HostPath
-from blocktable.protocols import Backend, BlockStore
+from blocktable.protocols import Backend, BlockStore, IntArray
+
+FIRST_LOOK = 64
+"""Blocks of each row that `num_common_blocks` compares first; then four times as many, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +85,29 @@ def _position(config: BlockTableConfig, group: int, local: int) -> int:
     shard = config.context_parallel
     turn, offset = divmod(local, shard.interleave_size)
     return turn * shard.world_size * shard.interleave_size + shard.rank * shard.interleave_size + offset
+
+
+def block_ids_of(config: BlockTableConfig, rows: HostPath, row: int, group: int) -> IntArray:
+    """Do what `BlockTable.block_ids` says, for a row and a group that exist."""
+    expansion = config.groups[group].blocks_per_kv_block
+    # The first column of each block. A hole is the filler in all columns: the null block's first one, or -1.
+    firsts = config.arena.view(rows.mirror, group)[row, : rows.filled[group, row] : expansion]
+    ids: IntArray = firsts // expansion
+    return ids
+
+
+def num_common_blocks(config: BlockTableConfig, rows: HostPath, chosen: IntArray, group: int) -> int:
+    """Do what `BlockTable.common_blocks` says, for rows [n] int64 of the table and a group that exists."""
+    if not chosen.size:
+        return 0
+    expansion = config.groups[group].blocks_per_kv_block
+    firsts = config.arena.view(rows.mirror, group)[:, ::expansion]
+    end = int(rows.filled[group, chosen].min()) // expansion
+    null, start, size = config.groups[group].null_block_id, 0, FIRST_LOOK
+    while start < end:
+        ids = firsts[chosen, start : min(start + size, end)] // expansion
+        is_common = (ids == ids[0]).all(0) & (ids[0] != null)
+        if not is_common.all():
+            return start + int(is_common.argmin())
+        start, size = start + size, 4 * size
+    return end

@@ -1,4 +1,4 @@
-"""The row operations of a table: one row at a time, and many (R4-R8)."""
+"""The row operations of a table: one row at a time, many, and looks at what rows hold (R4-R8)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from blocktable.checks import COUNT_LIMIT, bounded, int_array, int_scalar, non_negative, row_index
+from blocktable.checks import COUNT_LIMIT, bounded, int_array, int_scalar, ints_per_row, non_negative, row_index
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError
 from blocktable.host_path import HostPath
+from blocktable.inspection import block_ids_of, num_common_blocks
 from blocktable.protocols import IntArray
+from blocktable.rows import DISTINCT_ROWS
 
 
 class RowOperations:
-    """What changes the rows of a table, on the host alone.
+    """What changes the rows of a table and says what they hold, on the host alone.
 
     Attributes:
         config: the geometry.
@@ -108,6 +110,27 @@ class RowOperations:
         bounds = (np.array([int_scalar(name, value)]) for name, value in (("start", start), ("stop", stop)))
         self._rows.null(rows, index, *bounds)
 
+    def replace_blocks(self, row: int, group: int, start: int, block_ids: Any) -> None:
+        """Exchange blocks inside a row of one group; the others stay, and so does their number.
+
+        For a block that was deduplicated, or copied because the row shares it and must write into it.
+
+        Args:
+            row: the row.
+            group: the group.
+            start: manager block of the row that the first id replaces.
+            block_ids: [n] ints. Manager block ids for `start .. start + n - 1`. Nothing (None, []) changes nothing.
+
+        Raises:
+            ArgumentError: not `0 <= start <= start + n <= blocks the row holds`; an id that the group cannot have.
+            RowIndexError, DtypeError: a bad argument. Nothing is changed.
+
+        Rules: R4, R6, R7, R8.
+        """
+        rows, index = self._one_row("row", row), self._group_index(group)
+        first = ints_per_row("start", [int_scalar("start", start)], 1)
+        self._rows.replace(rows, index, first, block_ids, None)
+
     # Rows, many at a time.
 
     def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
@@ -160,11 +183,50 @@ class RowOperations:
         Rules: R4, R7.
         """
         checked, index = self._rows.check_rows("rows", rows), self._group_index(group)
-        bounds = [int_array(name, values) for name, values in (("starts", starts), ("stops", stops))]
-        for name, array in zip(("starts", "stops"), bounds, strict=True):
-            if array.size != checked.size:
-                raise ArgumentError(f"{name} must hold one int for each of the {checked.size} rows, got {array.size}.")
+        bounds = [ints_per_row(name, values, checked.size) for name, values in (("starts", starts), ("stops", stops))]
         self._rows.null(checked, index, *(array.astype(np.int64) for array in bounds))
+
+    def replace_block_ranges(self, rows: Any, group: int, starts: Any, block_ids: Any, counts: Any) -> None:
+        """Exchange blocks inside many rows of one group; the others stay, and so does their number.
+
+        Args:
+            rows: [n] ints. Distinct rows.
+            group: the group.
+            starts: [n] ints. Manager block of each row that its first id replaces.
+            block_ids: [sum(counts)] ints. Manager block ids: those of rows[0], then those of rows[1], and so on.
+            counts: [n] ints. Blocks to replace of each row.
+
+        Raises:
+            ArgumentError: not `0 <= start <= start + count <= blocks the row holds` for a row; an id that the group
+                cannot have; a repeated row; lengths that disagree. Nothing is changed.
+            RowIndexError, DtypeError: a bad argument. Nothing is changed.
+
+        Rules: R4, R6, R7, R8.
+        """
+        checked, index = self._rows.check_rows("rows", rows), self._group_index(group)
+        firsts, blocks = (
+            ints_per_row(name, values, checked.size) for name, values in (("starts", starts), ("counts", counts))
+        )
+        self._rows.replace(checked, index, firsts.astype(np.int64), block_ids, blocks)
+
+    def remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
+        """Make block old_ids[i] block new_ids[i] in every row of one group, all at once (defragmentation, migration).
+
+        It searches what the rows of the group hold.
+
+        Args:
+            group: the group.
+            old_ids: [n] ints. Distinct manager block ids, not null_block_id; those that no row holds change nothing.
+            new_ids: [n] ints. Manager block ids; they may repeat.
+
+        Raises:
+            ArgumentError: a repeated old id; an id that the group cannot have; lengths that disagree. Nothing is
+                changed.
+            DtypeError: a bad argument. Nothing is changed.
+
+        Rules: R4, R6, R7, R8.
+        """
+        self._rows.remap(self._group_index(group), old_ids, new_ids)
 
     def permute_rows(self, src: Any, dst: Any) -> None:
         """Replace each row dst[i] by what row src[i] held before the call; other sources become empty.
@@ -173,13 +235,70 @@ class RowOperations:
             src: [n] ints. Distinct rows.
             dst: [n] ints. Distinct rows.
 
+        Raises:
+            ArgumentError: a repeated row (`copy_rows` takes a source more than once); lengths that disagree. Nothing
+                is changed.
+
         Rules: R4, R5.
         """
-        # Checked before the stamps of the first check are used again.
-        source, target = self._rows.check_rows("src", src), self._rows.check_rows("dst", dst)
+        advice = (
+            "permute_rows moves each row to one place of its own. To copy a row to several places call "
+            "copy_rows(src, dst), whose src may repeat."
+        )
+        self._copy_rows(self._rows.check_rows("src", src, advice=advice), dst, advice, vacate=True)
+
+    def copy_rows(self, src: Any, dst: Any) -> None:
+        """Replace each row dst[i] by what row src[i] held before the call; other rows stay (beams, many forks).
+
+        Args:
+            src: [n] ints. Rows; they may repeat.
+            dst: [n] ints. Distinct rows.
+
+        Raises:
+            ArgumentError: a repeated destination; lengths that disagree. Nothing is changed.
+
+        Rules: R4, R5.
+        """
+        self._copy_rows(self._rows.check_rows("src", src, advice=None), dst, DISTINCT_ROWS, vacate=False)
+
+    def _copy_rows(self, source: IntArray, dst: Any, advice: str, *, vacate: bool) -> None:
+        target = self._rows.check_rows("dst", dst, advice=advice)
         if source.size != target.size:
             raise ArgumentError(f"src and dst must be of one length, got {source.size} and {target.size}.")
-        self._rows.copy(source, target, vacate=True)
+        self._rows.copy(source, target, vacate=vacate)
+
+    # What rows hold.
+
+    def block_ids(self, row: int, group: int) -> IntArray:
+        """Return the manager ids that a row holds now, as they were given; a hole has the group's null_block_id.
+
+        Returns:
+            [n] int32. A copy.
+
+        Raises:
+            RowIndexError, ArgumentError, DtypeError: there is no such row or group.
+
+        Rules: R2, R4.
+        """
+        index, (number,) = self._group_index(group), self._one_row("row", row)
+        return block_ids_of(self.config, self._rows, int(number), index)
+
+    def common_blocks(self, rows: Any, group: int) -> int:
+        """Return how many leading manager blocks all of some rows share now (a shared prefix, for cascade attention).
+
+        The count ends before the first block that differs, that a row does not hold, or that is NULL.
+
+        Args:
+            rows: [n] ints. Rows; they may repeat. Of no rows the result is 0.
+            group: the group.
+
+        Raises:
+            RowIndexError, ArgumentError, DtypeError: a bad argument.
+
+        Rules: R2, R4.
+        """
+        checked = self._rows.check_rows("rows", rows, advice=None)
+        return num_common_blocks(self.config, self._rows, checked, self._group_index(group))
 
     def _one_row(self, name: str, row: Any) -> IntArray:
         return np.array([row_index(name, row, self.config.num_rows)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktable.checks import ids_per_group, int_array, per_group_counts
+from blocktable.checks import bounded, ids_per_group, int_array, per_group_counts
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, ConfigError, DtypeError, RowCapacityError, RowIndexError
 from blocktable.protocols import IntArray, Writes, ranges
@@ -22,6 +22,9 @@ MAX_RANGE = 1 << 30
 """Entries of the longest range of a commit: lengths are int32."""
 
 MAX_INT32 = 2**31 - 1
+
+DISTINCT_ROWS = "rows of one call must be distinct."
+"""What the refusal of a repeated row says about it."""
 
 
 class Journal:
@@ -150,7 +153,7 @@ class NumpyRows:
 
     # Checks. Everything below runs before the first entry changes.
 
-    def check_rows(self, name: str, rows: Any) -> IntArray:
+    def check_rows(self, name: str, rows: Any, *, advice: str | None = DISTINCT_ROWS) -> IntArray:
         array = int_array(name, rows).astype(np.int64, copy=False)
         if array.size == 0:
             return array
@@ -159,12 +162,14 @@ class NumpyRows:
             raise RowIndexError(
                 f"{name}: row {wrong} is outside the table: rows go from 0 to {self.arena.num_rows - 1}."
             )
+        if advice is None:
+            return array
         # Each row is stamped with the index of its last occurrence: distinct rows all read their own index back.
         own = self._indices[: array.size] if array.size <= self._indices.size else np.arange(array.size)
         self._stamps[array] = own
         repeated = self._stamps[array] != own
         if repeated.any():
-            raise ArgumentError(f"{name}: row {array[repeated][0]} is repeated; rows of one call must be distinct.")
+            raise ArgumentError(f"{name}: row {array[repeated][0]} is repeated; {advice}")
         return array
 
     def check_ids(self, block_ids: Any, counts: Any, num_rows: int) -> tuple[IntArray, IntArray]:
@@ -203,13 +208,13 @@ class NumpyRows:
             )
         return cells
 
-    def _refuse_ids(self, group: int, ids: IntArray) -> None:
+    def _refuse_ids(self, group: int, ids: IntArray, name: str = "block_ids") -> None:
         null, limit, is_null = self._null_ids[group], self._id_limits[group], ids == self._null_ids[group]
         is_wrong = (ids < 0) | (ids >= limit)
         wrong = np.flatnonzero(is_wrong & ~is_null if self.config.groups[group].allow_null else is_wrong | is_null)
         if not wrong.size:
             return
-        where, block_id = f"block_ids of group {group}, index {wrong[0]}", int(ids[wrong[0]])
+        where, block_id = f"{name} of group {group}, index {wrong[0]}", int(ids[wrong[0]])
         if block_id == null:
             raise ArgumentError(
                 f"{where}: {null} is the group's null_block_id, which stands for no block; set allow_null=True on the "
@@ -219,6 +224,12 @@ class NumpyRows:
         num_blocks, expansion = self.config.groups[group].num_blocks, int(self.columns_per_block[group, 0])
         reason = f"num_blocks {num_blocks}" if limit == num_blocks else f"2**31 // {expansion}"
         raise ArgumentError(f"{where}: block id {block_id} is outside 0 .. {limit - 1} ({reason}).")
+
+    def _check_group_ids(self, name: str, group: int, ids: Any) -> IntArray:
+        """Return ids of one group as [n] int64; nothing is an empty array."""
+        array = int_array(name, [] if ids is None else ids)
+        self._refuse_ids(group, array, name)
+        return array.astype(np.int64, copy=False)
 
     def _require_capacity(self, rows: IntArray, blocks: IntArray, filled: IntArray | None = None) -> IntArray:
         """Return `blocks` [num_groups, n] in columns, or raise where they do not fit beside the filled columns."""
@@ -285,6 +296,61 @@ class NumpyRows:
             )
         first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
         self._null(first + starts * expansion, (stops - starts) * expansion, self.arena.fillers[group])
+
+    def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
+        ids = self._check_group_ids("block_ids", group, block_ids)
+        blocks = np.array([ids.size]) if counts is None else bounded(counts)
+        if blocks.sum() != ids.size:
+            raise ArgumentError(f"block_ids holds {ids.size} ids, but counts add up to {blocks.sum()}.")
+        expansion = int(self.columns_per_block[group, 0])
+        held = self.filled[group, rows] // expansion
+        wrong = np.flatnonzero((starts < 0) | (blocks < 0) | (starts > held - blocks))
+        if wrong.size:
+            i = wrong[0]
+            raise ArgumentError(
+                f"row {rows[i]} of group {group}: {blocks[i]} blocks from {starts[i]} on cannot be replaced; "
+                f"0 <= start <= start + blocks <= {held[i]} (the blocks it holds) must hold. append_row adds blocks."
+            )
+        first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
+        self._exchange(ranges(first + starts * expansion, blocks * expansion), self._group_kernel_ids(group, ids))
+
+    def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
+        old, new = self._check_mapping(group, old_ids, new_ids)
+        expansion, filled = int(self.columns_per_block[group, 0]), self.filled[group]
+        rows = np.flatnonzero(filled)
+        if not (old.size and rows.size):
+            return
+        blocks = filled[rows] // expansion
+        first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
+        # The first column of each block that a row of the group holds.
+        entries = np.repeat(first, blocks) + expansion * ranges(np.zeros_like(first), blocks)
+        held = self.mirror[entries] // expansion
+        order = old.argsort()
+        place = old.searchsorted(held, sorter=order)
+        place[place == old.size] = 0
+        place = order[place]
+        found = old[place] == held
+        columns = entries[found][:, None] + np.arange(expansion)
+        self._exchange(columns.ravel(), self._group_kernel_ids(group, new[place[found]]))
+
+    def _check_mapping(self, group: int, old_ids: Any, new_ids: Any) -> tuple[IntArray, IntArray]:
+        old = int_array("old_ids", [] if old_ids is None else old_ids)
+        null = self._null_ids[group]
+        if (old == null).any():
+            raise ArgumentError(
+                f"old_ids of group {group}: {null} is the group's null_block_id, which stands for no block; fill a "
+                "hole in a row by replace_blocks."
+            )
+        old, new = self._check_group_ids("old_ids", group, old), self._check_group_ids("new_ids", group, new_ids)
+        if old.size != new.size:
+            raise ArgumentError(f"old_ids and new_ids must be of one length, got {old.size} and {new.size}.")
+        ordered = np.sort(old)
+        repeated = np.flatnonzero(ordered[1:] == ordered[:-1])
+        if repeated.size:
+            raise ArgumentError(
+                f"old_ids of group {group}: block id {ordered[repeated[0]]} is repeated; it can become one block only."
+            )
+        return old, new
 
     def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
         columns = self.mirror[self._first_filled + src].astype(np.int64)
@@ -359,13 +425,34 @@ class NumpyRows:
                 kernel_ids[is_null] = fillers[is_null]
         return kernel_ids
 
+    def _group_kernel_ids(self, group: int, ids: IntArray) -> IntArray:
+        """Expand the manager ids of one group."""
+        blocks = np.zeros((self.arena.num_groups, 1), np.int64)
+        blocks[group] = ids.size
+        return self._kernel_ids(ids, blocks)
+
     def _replace(self, rows: IntArray, columns: IntArray, values: IntArray) -> None:
         cells = self._first_filled + rows
         filled, starts = self.mirror[cells], self._starts(rows)
+        entries = _entries(starts, columns)
+        # Of blocks over others only those that differ are sent. Rows of new requests hold none to compare with.
+        changed = self.mirror[entries] != values if filled.any() else None
         self._set_filled(cells, filled, columns)
-        self.mirror[_entries(starts, columns)] = values
-        self.journal.mark(starts, columns)
+        if changed is None or changed.all():
+            self.mirror[entries] = values
+            self.journal.mark(starts, columns)
+        else:
+            self._store(entries[changed], values[changed])
         self._null(starts + columns, np.maximum(filled - columns, 0))
+
+    def _exchange(self, entries: IntArray, values: IntArray) -> None:
+        """Write values [n] to entries [n] of the mirror where they differ from what stands there."""
+        changed = self.mirror[entries] != values
+        self._store(entries[changed], values[changed])
+
+    def _store(self, entries: IntArray, values: IntArray) -> None:
+        self.journal.mark(*_runs(entries))  # first: what is noted in vain does no harm
+        self.mirror[entries] = values
 
     def _null(self, starts: IntArray, columns: IntArray, fillers: Any = None) -> None:
         """Make `columns` entries from `starts` on NULL, [num_groups, n] each, or of one group, given its filler."""
@@ -411,6 +498,14 @@ def _entries(starts: IntArray, lengths: IntArray) -> IntArray:
     if lengths.size and lengths.min() == 1 == lengths.max():
         return starts
     return ranges(starts, lengths)
+
+
+def _runs(entries: IntArray) -> tuple[IntArray, IntArray]:
+    """Return entries [n] int64 as ranges: a new one wherever an entry does not follow the one before it."""
+    if not entries.size:
+        return entries, entries
+    bounds = np.concatenate(([0], np.flatnonzero(np.diff(entries) != 1) + 1, [entries.size]))
+    return entries[bounds[:-1]], np.diff(bounds)
 
 
 def _concatenate(groups: list[IntArray]) -> IntArray:

@@ -59,6 +59,20 @@ def same(compiled: CompiledRows, plain: NumpyRows) -> None:
     assert packed(compiled, 6) == packed(plain, 6) == [-1 if first.num_ranges else 0]
 
 
+def _edit(host: HostPath, step: int) -> None:
+    """Change blocks that are late or noted with their values, in one of three ways."""
+    rng, group = np.random.default_rng(step), step % host.filled.shape[0]
+    if step % 3 == 0:
+        old = rng.permutation(np.arange(1, 400))[:150]
+        host.remap(group, old, rng.permutation(old))
+    elif step % 3 == 1:
+        held = host.filled[group] // host.columns_per_block[group]
+        rows = np.flatnonzero(held)
+        host.replace(rows, group, held[rows] - 1, rng.integers(1, 400, rows.size), np.ones(rows.size, np.int64))
+    else:
+        host.copy(np.array([0, 3, 0]), np.array([3, 0, 4]), vacate=False)
+
+
 @pytest.mark.parametrize("config", [CONFIG, ONE_GROUP], ids=["groups", "one"])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_histories_are_equal(config: BlockTableConfig, seed: int) -> None:
@@ -85,6 +99,8 @@ def test_random_histories_are_equal(config: BlockTableConfig, seed: int) -> None
         for host in pair:
             if step % 7 == 0:
                 host.truncate_rows(np.arange(0, 12, 3), kept)
+            if step % 5 == 0:
+                _edit(host, step)
             if step % 11 == 0:
                 host.copy(np.array([1, 2]), np.array([2, 5]), vacate=True)
             if step % 23 == 0:

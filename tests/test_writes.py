@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from blocktable import BlockTable, BlockTableConfig, KVCacheGroup, Writes, ranges
+from blocktable.device.staging import steady_entries
 from blocktable.rows import NumpyRows
 
 CONFIG = BlockTableConfig(
@@ -111,3 +112,22 @@ def test_a_steady_step_sends_at_most_32_bytes_for_each_block(num_rows: int) -> N
         further = sum(size // kernel - 1 for size, kernel in sizes)
         most = num_rows * (32 * len(sizes) + 4 * further) + 256
         assert 0 < table.num_bytes_sent - before <= most
+
+
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_a_row_that_differs_here_and_there_fits_a_steady_commit(period: int) -> None:
+    """One more block for every row and group, and rows whose every n-th column stays, are packed without more memory.
+
+    Rules: R9.
+    """
+    config = BlockTableConfig(
+        groups=[KVCacheGroup(block_size=1)] * 2, max_num_reqs=3, max_num_batched_tokens=1, max_model_len=1000
+    )
+    host = NumpyRows(config)
+    ids = np.arange(1, 991)
+    host.set_rows([0], [ids] * 2, [990])
+    host.committed()
+    host.append_rows([0, 1, 2], [[1, 2, 3]] * 2, [1, 1, 1])
+    host.set_rows([0], [np.append(np.where(ids % period, ids + 5000, ids), 1)] * 2, [991])
+    used = host.pack_changes(np.zeros(steady_entries(config), np.int32))
+    assert used >= 2 * 990

@@ -29,7 +29,7 @@ from blocktable_conformance.oracle_exports import ExportOracle
 from blocktable_conformance.subject import Subject
 
 FORMATS = (1, 2, 3)
-"""Versions of the file format that this suite reads. 2 has the call `export` besides; 3 `slots`, and more fields."""
+"""Versions of the file format that this suite reads. 2 has the call `export` besides, 3 `slots` and row edits."""
 
 FOLDER = Path(__file__).parent / "vectors"
 
@@ -96,6 +96,10 @@ EXPORTED = ("entries", "indptr", "last_page_lens", "lengths")
 """What an export answers: whole arrays, those that its kind has."""
 
 
+LOOKS = ("block_ids", "common_blocks", "kernel_block_ids")
+"""Calls whose answer stands under their own name."""
+
+
 class OracleAnswers:
     """Answers operations by the oracle."""
 
@@ -121,6 +125,15 @@ class OracleAnswers:
             "host_tables": [self.oracle.host_table(group) for group in self.groups],
             "num_blocks_per_row": self.oracle.num_blocks_per_row(),
         }
+
+    def _block_ids(self, row: int, group: int) -> Answer:
+        return {"block_ids": self.oracle.block_ids(row, group)}
+
+    def _common_blocks(self, rows: list[int], group: int) -> Answer:
+        return {"common_blocks": self.oracle.common_blocks(rows, group)}
+
+    def _kernel_block_ids(self, group: int, ids: list[int]) -> Answer:
+        return {"kernel_block_ids": self.oracle.kernel_block_ids(group, ids)}
 
     def _commit(self) -> Answer:
         self.oracle.commit()
@@ -192,6 +205,15 @@ class TableAnswers:
             "host_tables": [self.table.host_table(group).tolist() for group in self.groups],
             "num_blocks_per_row": self.table.num_blocks_per_row.tolist(),
         }
+
+    def _block_ids(self, row: int, group: int) -> Answer:
+        return {"block_ids": self.table.block_ids(row, group).tolist()}
+
+    def _common_blocks(self, rows: list[int], group: int) -> Answer:
+        return {"common_blocks": self.table.common_blocks(rows, group)}
+
+    def _kernel_block_ids(self, group: int, ids: list[int]) -> Answer:
+        return {"kernel_block_ids": self.table.config.kernel_block_ids(group, ids).tolist()}
 
     def _commit(self) -> Answer:
         self.table.commit()

@@ -198,6 +198,103 @@ def rows() -> list[Scenario]:
     ]  # fmt: skip
 
 
+def row_edits() -> list[Scenario]:
+    """Vectors on calls that edit rows in place, and on looks at rows."""
+    b16, hybrid = block(16), block(32, kernel_block_size=16, allow_null=True)
+
+    def ids(row: int, group: int = 0) -> Operation:
+        return call("block_ids", row=row, group=group)
+
+    def replace(row: int, group: int, start: int, block_ids: Sequence[int] | None) -> Operation:
+        return call("replace_blocks", row=row, group=group, start=start, block_ids=block_ids)
+
+    def replace_many(
+        rows: Sequence[int], group: int, starts: Sequence[int], block_ids: Sequence[int], counts: Sequence[int]
+    ) -> Operation:
+        options = {"starts": list(starts), "block_ids": list(block_ids), "counts": list(counts)}
+        return call("replace_block_ranges", rows=list(rows), group=group, **options)
+
+    def remap(group: int, old_ids: Sequence[int], new_ids: Sequence[int]) -> Operation:
+        return call("remap_blocks", group=group, old_ids=list(old_ids), new_ids=list(new_ids))
+
+    def common(*rows: int, group: int = 0) -> Operation:
+        return call("common_blocks", rows=list(rows), group=group)
+
+    def kernel_ids(group: int, *blocks: int) -> Operation:
+        return call("kernel_block_ids", group=group, ids=list(blocks))
+
+    def copies(src: Sequence[int], dst: Sequence[int]) -> Operation:
+        return call("copy_rows", src=list(src), dst=list(dst))
+
+    return [
+        Scenario("replace", "R4, R6, R7, R8", "Blocks exchanged inside a row", small(b16, block(8, num_blocks=10)),
+                 [set_row(0, [5, 6, 7], [1, 2]), replace(0, 0, 1, [9]), LOOK, replace(0, 0, 2, [1, 2]),
+                  replace(0, 0, 4, []), replace(0, 0, -1, [1]), replace(0, 1, 0, [10]), replace(0, 1, 0, [0]),
+                  replace(0, 2, 0, [1]), replace(4, 0, 0, [1]), LOOK, replace(0, 1, 0, [9, 8]), replace(0, 0, 3, None),
+                  LOOK, one([16, 8])], [[[144, 88], [X, 64]]]),
+        Scenario("replace-many", "R4, R6", "Blocks exchanged inside several rows", small(hybrid, b16),
+                 [set_row(0, [1, 2, 3], [9]), set_row(2, [4, 5], [8, 7]), call("commit"),
+                  replace_many([2, 0], 0, [0, 1], [6, 7, 8], [1, 2]), LOOK,
+                  replace_many([2, 0], 0, [1, 1], [6, 7, 8], [2, 1]), replace_many([2, 2], 0, [0, 1], [1, 2], [1, 1]),
+                  replace_many([2, 0], 0, [0, 0], [1, 2], [1, 2]), replace_many([2, 0], 1, [0], [1], [1, 0]), LOOK,
+                  replace_many([0, 2, 1], 1, [1, 1, 0], [3], [0, 1, 0]), LOOK, call("commit")]),
+        Scenario("holes", "R2, R4, R7", "A hole has the id of the NULL block, and may be filled", small(hybrid),
+                 [set_row(0, [3, 7, 2]), ids(0), call("null_range", row=0, group=0, start=1, stop=2), ids(0), ids(1),
+                  kernel_ids(0, 3, 7), kernel_ids(0, 3, 0, 2), remap(0, [0], [5]), replace(0, 0, 1, [5]), ids(0), LOOK,
+                  call("commit")]),
+        Scenario("remap", "R4, R6, R7, R8", "Blocks that change their ids in every row, all at once",
+                 small(b16, hybrid),
+                 [set_row(0, [1, 2], [1, 2]), set_row(1, [2], [5]), remap(0, [1, 2], [2, 1]), LOOK,
+                  remap(0, [1, 2, 7], [2, 3, 8]), LOOK, remap(1, [2, 5], [6, 6]), LOOK, remap(0, [3, 3], [4, 5]),
+                  remap(0, [3], [4, 5]), remap(0, [0], [4]), remap(0, [3], [0]), remap(0, [3], [2147483648]),
+                  remap(2, [3], [4]), remap(0, [], []), LOOK, call("commit"), one([0])], [[[48], [32]]]),
+        Scenario("copies", "R4, R5, R6", "Copies of rows, whose sources may repeat", small(b16),
+                 [set_row(0, [1, 5]), set_row(1, [1, 6]), set_row(2, [1, 7, 8]), call("commit"),
+                  copies([1, 0, 0], [0, 1, 2]), LOOK, call("commit"), copies([0, 1], [3, 3]), copies([0], [1, 2]),
+                  copies([4], [0]), call("permute_rows", src=[0, 0], dst=[1, 2]), copies([], []), copies([3], [3]),
+                  LOOK, copies([3, 0], [0, 3]), LOOK, call("commit")]),
+        Scenario("common", "R2, R4", "Leading blocks that rows share; a hole is not common", small(hybrid, b16),
+                 [set_row(0, [1, 2, 10], [5]), set_row(1, [1, 2, 11, 12], [5]), set_row(2, [1, 3, 13], []),
+                  common(0, 1), common(0, 1, 2), common(0, 0), common(2), common(), common(0, 3), common(0, 1, group=1),
+                  common(0, 2, group=1), call("null_range", row=0, group=0, start=0, stop=1),
+                  call("null_range", row=1, group=0, start=0, stop=1), common(0, 1), common(0)]),
+        Scenario("set-again", "R4, R5, R9", "A row set to nearly what it held", small(hybrid),
+                 [set_row(0, [1, 2, 3]), call("commit"), set_row(0, [1, 4, 3]), call("commit"), set_row(0, [1, 4]),
+                  call("commit"), set_row(0, [1, 4, 3, 2]), call("commit"), set_row(0, [1, 4, 3, 2]), call("commit")]),
+        *(Scenario(f"edits-{seed}", "R4, R7, R9", "A random history of edits", config, _edits(config, seed))
+          for seed, config in enumerate((small(block(4), block(6, kernel_block_size=2), width=5), small(block(3)))))
+    ]  # fmt: skip
+
+
+def _edits(config: dict[str, Any], seed: int) -> list[Operation]:
+    generator = random.Random(seed)
+    num_groups, num_rows = len(config["groups"]), config["max_num_reqs"]
+    calls = [set_row(row, *([row + 1, 5, 6 + row % 2] for _ in range(num_groups))) for row in range(num_rows)]
+    for _ in range(24):
+        row, group = generator.randrange(num_rows), generator.randrange(num_groups)
+        some = [generator.randrange(1, 9) for _ in range(generator.randrange(3))]
+        old = generator.sample(range(1, 9), 3)
+        calls.append(
+            generator.choice(
+                [
+                    call("replace_blocks", row=row, group=group, start=generator.randrange(3), block_ids=some),
+                    call("remap_blocks", group=group, old_ids=old, new_ids=generator.sample(old, 3)),
+                    call("remap_blocks", group=group, old_ids=old, new_ids=generator.sample(range(1, 9), 3)),
+                    call(
+                        "copy_rows", src=[row, generator.randrange(num_rows)], dst=generator.sample(range(num_rows), 2)
+                    ),
+                    call("append_row", row=row, block_ids=[some] * num_groups),
+                    set_row(row, *[some] * num_groups),
+                    call("null_range", row=row, group=group, start=0, stop=1),
+                    call("block_ids", row=row, group=group),
+                    call("common_blocks", rows=[row, generator.randrange(num_rows)], group=group),
+                    call("commit"),
+                ]
+            )
+        )
+    return [*calls, LOOK, call("commit")]
+
+
 def geometry() -> list[Scenario]:
     """Vectors on block sizes, groups, rings, windows and edges."""
     b16 = block(16)
@@ -441,6 +538,7 @@ def _random_step(generator: random.Random, config: dict[str, Any]) -> Operation:
 FILES = {
     "padding": padding,
     "rows": rows,
+    "row_edits": row_edits,
     "geometry": geometry,
     "context_parallel": context_parallel,
     "refusals": refusals,
@@ -449,7 +547,7 @@ FILES = {
 }
 
 
-FORMAT_OF = {"exports": 3, "geometry": 3, "padding": 3}
+FORMAT_OF = {"exports": 3, "geometry": 3, "padding": 3, "row_edits": 3}
 """File -> its format, where it is not 1."""
 
 

@@ -286,6 +286,18 @@ class OracleTable:
             for row, blocks in zip(dst, sources, strict=True):
                 group[row] = blocks
 
+    def copy_rows(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Make every `dst[i]` what `src[i]` was before the call; a source may repeat."""
+        for row in src:
+            self._check_row(row)
+        self._check_rows(dst)
+        if len(src) != len(dst):
+            raise Refused("ArgumentError")
+        for group in self.rows:
+            sources = [list(group[row]) for row in src]
+            for row, blocks in zip(dst, sources, strict=True):
+                group[row] = blocks
+
     def truncate_row(self, row: int, num_blocks: Any) -> None:
         """Keep the first blocks of a row: one number for all groups, or one for each."""
         self._check_row(row)
@@ -313,7 +325,54 @@ class OracleTable:
         for row, start, stop in zip(rows, starts, stops, strict=True):
             self.rows[group][row][start:stop] = [None] * (stop - start)
 
+    def replace_blocks(self, row: int, group: int, start: int, block_ids: Any) -> None:
+        """Exchange blocks of a row from `start` on, one for each id."""
+        self._check_row(row)
+        ids = block_ids or []
+        self.replace_block_ranges([row], group, [start], ids, [len(ids)])
+
+    def replace_block_ranges(
+        self, rows: Sequence[int], group: int, starts: Sequence[int], block_ids: Any, counts: Sequence[int]
+    ) -> None:
+        """Exchange blocks of several rows: `counts[i]` of the ids are for row `rows[i]`."""
+        self._check_rows(rows)
+        ids = self._ids_of(group, block_ids)
+        if not len(rows) == len(starts) == len(counts) or sum(counts) != len(ids):
+            raise Refused("ArgumentError")
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            if start < 0 or count < 0 or start + count > len(self.rows[group][row]):
+                raise Refused("ArgumentError")
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            self.rows[group][row][start : start + count], ids = ids[:count], ids[count:]
+
+    def remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
+        """Make every `old_ids[i]` that a row holds `new_ids[i]`, all at once."""
+        old, new = self._ids_of(group, old_ids), self._ids_of(group, new_ids)
+        if len(old) != len(new) or len(set(old)) != len(old) or None in old:
+            raise Refused("ArgumentError")
+        mapping = dict(zip(old, new, strict=True))
+        self.rows[group] = [[mapping.get(block, block) for block in blocks] for blocks in self.rows[group]]
+
     # Looking at the host.
+
+    def block_ids(self, row: int, group: int) -> list[int]:
+        """Return the manager ids of a row; the null block's where there is a hole."""
+        null = self.shapes[group].null_block_id
+        return [null if block is None else block for block in self.rows[group][row]]
+
+    def common_blocks(self, rows: Sequence[int], group: int) -> int:
+        """Return how many leading blocks all of some rows hold; a hole is not common."""
+        count = 0
+        for blocks in zip(*(self.rows[group][row] for row in rows), strict=False):
+            if len(set(blocks)) > 1 or blocks[0] is None:
+                break
+            count += 1
+        return count
+
+    def kernel_block_ids(self, group: int, ids: Sequence[int]) -> list[int]:
+        """Return the kernel blocks of manager blocks; the null block stands for a hole (R2, R7)."""
+        shape = self.shapes[group]
+        return [column for block in ids for column in shape.columns_of(None if block == shape.null_block_id else block)]
 
     def num_blocks_per_row(self) -> list[list[int]]:
         """Return [groups][num_rows]: manager blocks of each row."""
@@ -481,6 +540,17 @@ class OracleTable:
             [None if block_id == shape.null_block_id else block_id for block_id in ids or []]
             for shape, ids in zip(self.shapes, block_ids, strict=True)
         ]
+
+    def _ids_of(self, group: int, ids: Any) -> list[Block]:
+        """Return the blocks that ids of one group name; nothing is an empty list (R7, R8)."""
+        if isinstance(group, bool) or not isinstance(group, int):
+            raise Refused("DtypeError")
+        if not 0 <= group < len(self.shapes):
+            raise Refused("ArgumentError")
+        shape = self.shapes[group]
+        for block_id in ids or []:
+            self._check_id(shape, block_id)
+        return [None if block_id == shape.null_block_id else block_id for block_id in ids or []]
 
     @staticmethod
     def _check_id(shape: Geometry, block_id: Any) -> None:

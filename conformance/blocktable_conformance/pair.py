@@ -147,6 +147,26 @@ class Pair:
         self.check_host()
         return str(raised)
 
+    def look_at(self, group: int, rows: Sequence[int], given: Any = None) -> None:
+        """Compare the ids of rows, and how many leading blocks they share (R4).
+
+        Args:
+            group: the group.
+            rows: they may repeat.
+            given: the rows as the call gets them. None: a list.
+        """
+        for row in rows:
+            ids = self.oracle.block_ids(row, group)
+            got = self.table.block_ids(row, group)
+            check_array(got, "int32", (len(ids),), "R2, R4", f"the block ids of row {row}, group {group}")
+            check(plain(got) == ids, "R2, R4", f"block_ids({row}, {group}) must be {ids}, got {plain(got)}.")
+            columns, expected = self.config.kernel_block_ids(group, ids), self.oracle.kernel_block_ids(group, ids)
+            check_array(columns, "int32", (len(expected),), "R2", f"the kernel blocks of ids {ids}")
+            check(plain(columns) == expected, "R2", f"kernel_block_ids({group}, {ids}) must be {expected}: {columns}")
+        common = self.oracle.common_blocks(rows, group)
+        number = self.table.common_blocks(rows if given is None else given, group)
+        check(number == common, "R4", f"common_blocks({rows}, {group}) must be {common}, got {number}.")
+
     def _refused_by_oracle(self, operation: str, args: tuple[Any, ...]) -> Refused | None:
         try:
             getattr(self.oracle, operation)(*(plain(arg) for arg in args))

@@ -150,6 +150,30 @@ def row_ids(draw: Draw, oracle: OracleTable, row: int, *, replace: bool, fit: bo
     return per_group[0] if len(per_group) == 1 and draw(st.booleans()) else per_group
 
 
+@st.composite
+def mappings(draw: Draw, oracle: OracleTable, group: int) -> tuple[Any, Any]:
+    """Draw (old_ids, new_ids) of a remap: some ids that rows hold, perhaps others, to each other's places or to any."""
+    shape = oracle.shapes[group]
+    held = sorted({block for blocks in oracle.rows[group] for block in blocks if block is not None})
+    old = draw(st.lists(st.sampled_from(held), unique=True, max_size=4)) if held else []
+    old += [block for block in _stretched(draw, shape, 1) if block != shape.null_block_id and block not in old]
+    new = _stretched(draw, shape, len(old)) if draw(st.booleans()) else draw(st.permutations(old))
+    ids_dtype = draw(st.sampled_from([None, np.int64, np.int32]))
+    return as_given(old, ids_dtype), as_given(new, ids_dtype)
+
+
+@st.composite
+def replacements(draw: Draw, oracle: OracleTable, group: int, rows: Sequence[int]) -> tuple[Any, ...]:
+    """Draw (rows, group, starts, block_ids, counts) of a bulk replacement: inside the rows but for one in eight."""
+    held, shape = [len(oracle.rows[group][row]) for row in rows], oracle.shapes[group]
+    starts = [min(pair) for pair in zip(_spread(draw, len(rows), 4), held, strict=True)]
+    room = [number - start for number, start in zip(held, starts, strict=True)]
+    counts = _fitting(draw, room, fit=False)
+    rows_dtype, ids_dtype, counts_dtype = draw(st.sampled_from(ARRAYS))
+    ids = as_given(_stretched(draw, shape, sum(counts)), ids_dtype)
+    return as_given(rows, rows_dtype), group, as_given(starts, counts_dtype), ids, as_given(counts, counts_dtype)
+
+
 def as_given(values: Any, dtype: Any) -> Any:
     """Return a call's integers as an array of `dtype`, or as they are for None."""
     return values if dtype is None or values is None else np.array(values, dtype)

@@ -20,7 +20,9 @@ from blocktable_conformance.strategies import (
     configs,
     distinct_rows,
     integers_as_given,
+    mappings,
     named_groups,
+    replacements,
     row_ids,
 )
 from blocktable_conformance.subject import Subject
@@ -85,10 +87,14 @@ class TableHistory(RuleBasedStateMachine):
         """Append, so that histories do not stay near the empty table."""
         self.fill(data, operation)
 
-    @rule(data=st.data(), operation=st.sampled_from(["move_row", "swap_rows", "copy_row", "permute_rows"]))
+    @rule(data=st.data(), operation=st.sampled_from(["move_row", "swap_rows", "copy_row", "permute_rows", "copy_rows"]))
     def rearrange(self, data: st.DataObject, operation: str) -> None:
-        """Move, swap or fork, also onto itself; or many moves and swaps at once."""
-        if operation == "permute_rows":
+        """Move, swap or fork, also onto itself; or many moves and swaps, or many forks, at once."""
+        if operation == "copy_rows":
+            dst = self._rows(data)
+            src = data.draw(st.lists(st.integers(0, self.num_rows - 1), min_size=len(dst), max_size=len(dst)))
+            self._do_in_bulk(data, operation, src, dst)
+        elif operation == "permute_rows":
             src = self._rows(data)
             dst = data.draw(st.permutations(range(self.num_rows)))[: len(src)]
             self._do_in_bulk(data, operation, src, dst)
@@ -128,6 +134,21 @@ class TableHistory(RuleBasedStateMachine):
         else:
             self.pair.do("null_range", self._row(data), group, start, start + length)
 
+    @rule(data=st.data(), operation=st.sampled_from(["replace_blocks", "replace_block_ranges", "remap_blocks"]))
+    def edit(self, data: st.DataObject, operation: str) -> None:
+        """Exchange blocks inside rows, also past their ends, or everywhere; then look at what rows hold."""
+        group = self._group(data)
+        if operation == "remap_blocks":
+            self.pair.do(operation, group, *data.draw(mappings(self.pair.oracle, group)))
+        elif operation == "replace_block_ranges":
+            self.pair.do(operation, *data.draw(replacements(self.pair.oracle, group, self._rows(data))))
+        else:
+            row = self._row(data)
+            _, _, (start,), block_ids, _ = data.draw(replacements(self.pair.oracle, group, [row]))
+            self.pair.do(operation, row, group, int(start), block_ids)
+        rows = [self._row(data) for _ in range(data.draw(st.integers(0, 3)))]
+        self.pair.look_at(group, rows, data.draw(integers_as_given(rows)))
+
     @rule(data=st.data())
     def wrong_call(self, data: st.DataObject) -> None:
         """Make one mistake: it is refused and changes nothing."""
@@ -143,6 +164,11 @@ class TableHistory(RuleBasedStateMachine):
             ("truncate_row", row, -1),
             ("null_range", row, 0, 2, 1),
             ("permute_rows", [row], []),
+            ("copy_rows", [row], []),
+            ("copy_rows", [row, row], [last, last]),
+            ("replace_blocks", row, 0, -1, None),
+            ("remap_blocks", 0, [self.shapes[0].null_block_id], [1]),
+            ("remap_blocks", 0, [1, 1], [2, 3]),
         ]
         self.pair.do(*data.draw(st.sampled_from(calls)))
 

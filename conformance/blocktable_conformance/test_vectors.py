@@ -38,7 +38,7 @@ def _compare(vector: golden.Vector, operation: dict[str, Any], where: str, got: 
         if key == "raises":
             check(got[key] == value, vector.rules, f"{where} must raise {value}, got {got[key]}")
             continue
-        if operation["call"] == "export":  # whole arrays, or a number
+        if operation["call"] == "export" or operation["call"] in golden.LOOKS:  # whole arrays, or a number
             check(got[key] == value, vector.rules, f"{where}: {key} must be {value}, got {got[key]}")
             continue
         for group, (seen, wanted) in enumerate(zip(got[key], value, strict=True)):

@@ -60,7 +60,70 @@ def move_leaves_its_source(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R4")
 def repeated_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NumpyRows, "check_rows", lambda self, name, rows: np.asarray(rows, np.int64))
+    right = NumpyRows.check_rows
+    patch.setattr(NumpyRows, "check_rows", lambda self, name, rows, advice="": right(self, name, rows, advice=None))
+
+
+@_mutant("R4")
+def copies_read_what_they_wrote(patch: pytest.MonkeyPatch) -> None:
+    def copy_rows(self: BlockTable, src: Any, dst: Any) -> None:
+        checked = self._rows.check_rows("dst", dst)
+        for source, target in zip(self._rows.check_rows("src", src, advice=None).tolist(), checked, strict=False):
+            self.copy_row(source, int(target))
+
+    patch.setattr(BlockTable, "copy_rows", copy_rows)
+
+
+@_mutant("R4")
+def remaps_chain(patch: pytest.MonkeyPatch) -> None:
+    right = NumpyRows.remap
+
+    def remap(self: NumpyRows, group: int, old_ids: Any, new_ids: Any) -> None:
+        for old, new in zip(*self._check_mapping(group, old_ids, new_ids), strict=True):
+            right(self, group, [int(old)], [int(new)])
+
+    patch.setattr(NumpyRows, "remap", remap)
+
+
+@_mutant("R4")
+def replacements_may_pass_the_end(patch: pytest.MonkeyPatch) -> None:
+    right = NumpyRows.replace
+
+    def replace(self: NumpyRows, rows: Any, group: int, starts: Any, block_ids: Any, counts: Any) -> None:
+        filled = self.filled
+        self.filled = np.full_like(filled, self._max_columns.min())
+        try:
+            right(self, rows, group, starts, block_ids, counts)
+        finally:
+            self.filled = filled
+
+    patch.setattr(NumpyRows, "replace", replace)
+
+
+@_mutant("R4")
+def holes_are_common(patch: pytest.MonkeyPatch) -> None:
+    def common_blocks(self: BlockTable, rows: Any, group: int) -> int:
+        ids = [self.block_ids(int(row), group).tolist() for row in self._rows.check_rows("rows", rows, advice=None)]
+        index = self._group_index(group)
+        count = 0
+        for blocks in zip(*ids, strict=False):
+            if len(set(blocks)) > 1:
+                break
+            count += 1
+        return count if index >= 0 else 0
+
+    patch.setattr(BlockTable, "common_blocks", common_blocks)
+
+
+@_mutant("R9")
+def a_row_set_again_is_sent_whole(patch: pytest.MonkeyPatch) -> None:
+    right = NumpyRows._replace
+
+    def replace(self: NumpyRows, rows: Any, columns: Any, values: Any) -> None:
+        right(self, rows, columns, values)
+        self.journal.mark(self._starts(rows), columns)
+
+    patch.setattr(NumpyRows, "_replace", replace)
 
 
 @_mutant("R5")
