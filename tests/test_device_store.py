@@ -50,6 +50,11 @@ class NotingDriver(EmulatedDriver):
         return EmulatedKernel(self, name, 64, run)
 
 
+def one_request(driver: NotingDriver) -> bt.Batch:
+    row, starts, position = (driver.upload(np.array(values, np.int32)) for values in ([0], [0, 1], [0, 0]))
+    return bt.Batch(row, starts, position.view(np.int64), 1, 1, num_positions=1, seq_lens=row)
+
+
 def check_memory(store: DeviceStore, out: Any) -> None:
     """Check that a table and a set hold fillers and pads alone."""
     for arena, memory in ((CONFIG.arena, store.arena), (CONFIG.batch_arena, out.batch)):
@@ -77,8 +82,7 @@ def test_a_call_that_names_its_groups_reads_cross_groups_as_linear_ones(groups: 
     driver = NotingDriver()
     store = DeviceStore(CONFIG, driver, has_fused_step=False)
     out = store.create_buffers()
-    arrays = [driver.upload(np.array(values)) for values in (np.zeros(1, np.int32), np.array([0, 1], np.int32), [0])]
-    batch = bt.Batch(*arrays, 1, 1, None, 1)
+    batch = one_request(driver)
     driver.launched.clear()
     chosen = range(5) if groups is None else groups
     store.compute_slot_mappings(batch, [out.slot_mappings[group] for group in chosen], stream=None, groups=groups)
@@ -113,8 +117,7 @@ def test_every_launch_has_the_arguments_of_its_signature() -> None:
     driver = NotingDriver()
     store = DeviceStore(CONFIG, driver, has_fused_step=False)
     out = store.create_buffers()
-    arrays = [driver.upload(np.array(values)) for values in (np.zeros(1, np.int32), np.array([0, 1], np.int32), [0])]
-    batch = bt.Batch(*arrays, 1, 1, None, 1, seq_lens=arrays[0])
+    batch = one_request(driver)
     store.gather(batch, out, stream=None)
     gathered = driver.launched[-1][1]
     assert (gathered["max_num_reqs"], gathered["max_num_rows"]) == (3, 7)
