@@ -67,6 +67,7 @@ class Launches:
     Attributes:
         has_step_batch: whether gather and slots have a kernel of their own in a fused step.
         num_slots: entries of a group's slots in a set of outputs.
+        most_by_value: int32 entries of the largest changes that travel in a launch's own parameters; 0: none do.
     """
 
     def __init__(self, config: BlockTableConfig, driver: Driver, arena: Any, *, by_value: bool) -> None:
@@ -86,6 +87,7 @@ class Launches:
             self.kernel(name)
         self._apply = self.kernel("apply_changes")
         sizes = driver.change_sizes if by_value else ()
+        self.most_by_value: int = max(sizes, default=0)
         self._by_value = [(size, self.kernel(f"apply_changes_{size}")) for size in sizes]
         self._num_groups = len(config.groups)
         self._copy_parts = min(-(-config.max_num_reqs // self._apply.tile), MAX_COPY_PARTS)
@@ -130,8 +132,8 @@ class Launches:
 
     def apply_changes(
         self, block: HostBlock, used: int, memory: ApplyMemory, marks: StepMarks | None = None
-    ) -> tuple[Launch, int]:
-        """Return the launch of a commit, and the number of its step where the block is in use until then; else 0.
+    ) -> tuple[Launch, int | None]:
+        """Return the launch of a commit, and the number of its step, 0 without one; None: the block is free already.
 
         Args:
             block: holds packed changes.
@@ -143,8 +145,8 @@ class Launches:
         most = max(counts[0], counts[2], counts[4])  # single values, range values, NULL entries
         grid = (memory.copy_blocks + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS), 1)
         for size, kernel in self._by_value:
-            if used <= size:  # the block is free already: a launch keeps its parameters
-                return (kernel, grid, (block.host_address, *memory.addresses, 0, memory.last_mark)), 0
+            if used <= size:  # a launch keeps its parameters
+                return (kernel, grid, (block.host_address, *memory.addresses, 0, memory.last_mark)), None
         mark = 0
         if marks is not None:
             mark = marks.last = marks.last + 1
