@@ -48,11 +48,13 @@ class ApplyMemory(NamedTuple):
         addresses: apply_changes' arguments from `arena` to `copy_parts`.
         last_mark: address; 0 where no counts are copied.
         copy_blocks: blocks that copy counts.
+        made: launches by value that may be used again: the same objects.
     """
 
     addresses: tuple[int, ...]
     last_mark: int
     copy_blocks: int
+    made: dict[Any, Launch]
 
 
 class Launches:
@@ -128,7 +130,7 @@ class Launches:
         """
         copy_parts = self._copy_parts if batch else 0
         addresses = (self._arena_address + 4 * first_entry, *self._sizes, batch, copy_parts)
-        return ApplyMemory(addresses, last_mark, self._num_groups * copy_parts)
+        return ApplyMemory(addresses, last_mark, self._num_groups * copy_parts, {})
 
     def apply_changes(
         self, block: HostBlock, used: int, memory: ApplyMemory, marks: StepMarks | None = None
@@ -146,7 +148,11 @@ class Launches:
         grid = (memory.copy_blocks + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS), 1)
         for size, kernel in self._by_value:
             if used <= size:  # a launch keeps its parameters
-                return (kernel, grid, (block.host_address, *memory.addresses, 0, memory.last_mark)), None
+                launch = memory.made.get((kernel, grid))
+                if launch is None or launch[2][0] != block.host_address:
+                    arguments = (block.host_address, *memory.addresses, 0, memory.last_mark)
+                    launch = memory.made[kernel, grid] = kernel, grid, arguments
+                return launch, None
         mark = 0
         if marks is not None:
             mark = marks.last = marks.last + 1
