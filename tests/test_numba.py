@@ -196,7 +196,8 @@ def test_changes_arrive_however_they_travel(staging: str) -> None:
     source = """
 for block_id in range(5, 12):
     table.set_row(1, [[block_id, block_id + 1], [3, 4]])
-    slots = table.backend.to_host(table.step(*inputs).slot_mappings[0])
+    table.step(*inputs)
+    slots = table.backend.to_host(table.buffers.slot_mappings[0])
     assert slots.tolist() == [4 * block_id + 1, 4 * block_id + 6] + [-1] * 6, slots
     table.verify()
 """
@@ -238,8 +239,8 @@ def test_a_simulated_launch_refuses_what_a_gpu_could_not_take() -> None:
 import struct
 from blocktable.device import KernelOptions
 batch, kernel = driver.address(table.buffers.batch), driver.kernel("null_stale_columns", KernelOptions())
-arguments = [driver.address(inputs[0]), 1, 1, 3, batch, 2, batch, 1 << 20, batch]
-for place, value in ((1, 2**32 + 1), (7, 1 << 20)):  # beyond int32; beyond the array
+arguments = [driver.address(inputs[0]), 1, 1, 3, 3, batch, 2, batch, 0, batch]
+for place, value in ((1, 2**32 + 1), (8, 1 << 20)):  # beyond int32; beyond the array
     try:
         kernel((1, 1), [*arguments[:place], value, *arguments[place + 1 :]], 1)
     except (struct.error, IndexError) as error:
