@@ -50,11 +50,14 @@ def ints(address: int, size: int, kind: Any = ctypes.c_int32) -> Any:
 
 
 def apply_changes(a: Any) -> None:
-    memory, sizes = ints(a.arena, a.arena_size), (a.num_singles, a.num_ranges, a.num_range_values, a.num_null_ranges)
-    ends = np.cumsum([sizes[0], sizes[0], sizes[1], sizes[1], sizes[2], sizes[3]])
-    places, values, *ranges, nulls, null_starts = np.split(ints(a.changes, ends[-1] + sizes[3]), ends)
+    memory, sizes = ints(a.arena, a.batch_entries), (a.num_singles, a.num_ranges, a.num_range_values)
+    ends = np.cumsum([sizes[0], sizes[0], sizes[1], sizes[1], sizes[2], *2 * [a.num_constant_ranges]])
+    places, values, *ranges, first, parts, constants = np.split(ints(a.changes, ends[-1] + a.num_constant_ranges), ends)
     memory[places] = values
-    for offsets, starts, values in (ranges, (nulls, null_starts, np.zeros(a.num_nulls, np.int32))):
+    for offsets, starts, values in (
+        ranges,
+        (first, parts, np.repeat(constants, np.diff([*parts, a.num_constants]))),
+    ):
         for offset, start, end in zip(offsets, starts, [*starts, values.size][1:], strict=True):
             memory[offset : offset + end - start] = values[start:end]
     if a.copy_parts:  # no counts are copied: an old batch is cleared without them here
@@ -62,14 +65,14 @@ def apply_changes(a: Any) -> None:
 
 
 def null_stale_columns(a: Any) -> None:
-    ints(a.batch, a.arena_size)[a.num_groups * a.max_num_reqs :] = bt.NULL_BLOCK_ID
+    ints(a.batch, a.batch_entries)[a.num_groups * a.max_num_reqs :] = bt.NULL_BLOCK_ID
 
 
 def gather_block_tables(a: Any) -> None:
-    source, target, view = ints(a.arena, a.arena_size), ints(a.batch, a.arena_size), CONFIG.arena.view
+    source, target, view = ints(a.arena, a.batch_entries), ints(a.batch, a.batch_entries), CONFIG.arena.view
     for group in range(a.num_groups):
         for i, row in enumerate(ints(a.idx_mapping, a.num_reqs)):
-            if 0 <= row < a.max_num_reqs:
+            if 0 <= row < a.max_num_rows:
                 filled = view(source, -1)[group, row]
                 view(target, group)[i, :filled] = view(source, group)[row, :filled]
 
@@ -83,7 +86,7 @@ def map_slots(a: Any) -> None:
         for i, row in enumerate(ints(a.idx_mapping, a.num_reqs)):
             for token in range(starts[i], starts[i + 1]):
                 column, offset = divmod(positions[token], size)
-                if 0 <= row < a.max_num_reqs and column < view(source, -1)[group, row]:
+                if 0 <= row < a.max_num_rows and column < view(source, -1)[group, row]:
                     out[token] = view(source, group)[row, column] * size + offset
 
 
@@ -100,7 +103,7 @@ def step_batch(a: Any) -> None:
 
 def apply_changes_by_value(a: Any) -> None:
     counts = zip(
-        ("num_singles", "num_ranges", "num_range_values", "num_null_ranges", "num_nulls"),
+        ("num_singles", "num_ranges", "num_range_values", "num_constant_ranges", "num_constants"),
         ints(a.changes, 5),
         strict=True,
     )
