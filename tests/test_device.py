@@ -537,6 +537,49 @@ def test_mapped_memory_is_used_where_kernels_see_what_the_host_writes(is_seen: b
     assert mapped_memory_works(driver) == is_seen
 
 
+class Pageable(FakeDriver):
+    """A device whose host may pin no memory: none of it is mapped."""
+
+    is_emulated = False
+
+    def host_block(self, entries: int) -> Any:
+        if self.is_mapped:
+            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+        return super().host_block(entries)
+
+
+def test_changes_are_copied_where_no_mapped_memory_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R9."""
+    backend = FakeBackend(kind=Pageable)
+    backend.is_emulated = False
+    monkeypatch.setattr(backend, "graph_problem", lambda: "a fake has none")
+    table = bt.BlockTable(CONFIG, backend)
+    assert backend.fallbacks == (
+        "changes travel in pinned memory and copies: mapped memory is not used here",
+        "steps are separate launches: a fake has none",
+    )
+    table.set_row(1, ([5, 6], [7]))
+    table.commit()
+    table.verify()
+    monkeypatch.setenv("BLOCKTABLE_STAGING", "mapped")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bt.BlockTable(CONFIG, backend)
+
+
+@pytest.mark.parametrize("staged", ["auto", "copy"])
+def test_a_kernel_writes_to_the_host_only_where_memory_is_mapped(staged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R9."""
+    monkeypatch.setenv("BLOCKTABLE_STAGING", staged)
+    table, driver = make(FUSED)
+    inputs = device_inputs(table, [0], [0, 1], [0])
+    for block_id in range(1, 6):
+        table.set_row(0, ([block_id], [block_id]))
+        table.step(*inputs)
+    driver.streams.drain()
+    memory: Any = table.store
+    assert (memory._marks.shown[0] > 0) == (staged == "auto")
+
+
 def test_changes_by_value_are_refused_where_no_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKTABLE_STAGING", "params")
     with pytest.raises(bt.ArgumentError, match="'fake' has not"):
