@@ -105,7 +105,7 @@ FAULTS = {
         {
             "triton": {"tl.maximum(tl.load(batch_ptr + arena_size), num_reqs_padded)": "num_reqs_padded"},
             "cupy": {"= held_rows > num_reqs_padded ? held_rows : num_reqs_padded;": "= num_reqs_padded;"},
-            "numba": {"max(batch[arena_size], num_reqs_padded)": "num_reqs_padded"},
+            "numba": {"max(batch[batch_entries], num_reqs_padded)": "num_reqs_padded"},
         },
     ),
     "columns_of_a_longer_row_stay": Fault(
@@ -166,11 +166,11 @@ FAULTS = {
     ),
     "null_block_is_one_kernel_block": Fault(
         "R13",
-        "separate and null_block_spans",
+        "separate and (null_block_spans or tokens_in_holes)",
         {
             "triton": {"(block_id >= blocks_per_kv_block)": "(block_id >= 1)"},
             "cupy": {"block_id < groups[g].blocks_per_kv_block": "block_id < 1"},
-            "numba": {"block_id >= groups[group + BLOCKS_PER_KV_BLOCK]": "block_id >= 1"},
+            "numba": {"(entry - null_start) < blocks_per_kv_block": "(entry - null_start) < 1"},
         },
     ),
     "window_is_one_short": Fault(
@@ -190,6 +190,36 @@ FAULTS = {
             "cupy": {"i < counts.num_singles;": "i + 1 < counts.num_singles;"},
             "numba": {"while i < num_singles:": "while i + 1 < num_singles:"},
         },
+    ),
+    "null_behind_a_row_is_block_0": Fault(
+        "R5",
+        "what_stands_where_no_block_is",
+        {"numba": {"batch[batch_row + column] = filler\n": "batch[batch_row + column] = 0\n"}},
+    ),
+    "null_before_a_window_is_block_0": Fault(
+        "R11",
+        "what_stands_where_no_block_is",
+        {
+            "numba": {
+                "filler if HAS_WINDOWS and column < first": "0 if HAS_WINDOWS and column < first",
+                "filler if HAS_WINDOWS and other < first": "0 if HAS_WINDOWS and other < first",
+            }
+        },
+    ),
+    "constant_range_is_block_0": Fault(
+        "R9",
+        "what_stands_where_no_block_is",
+        {"numba": {"arena[place] = changes[values + range_index]": "arena[place] = 0"}},
+    ),
+    "pad_is_minus_1": Fault(
+        "R13",
+        "slots_of_pad_are_the_groups_own",
+        {"numba": {"if is_valid else pad_slot_id": "if is_valid else np.int64(-1)"}},
+    ),
+    "ring_repeats_in_a_step": Fault(
+        "R14",
+        "step_longer_than_its_ring",
+        {"numba": {"is_valid & (max(last_position, 0) - local < ring)": "is_valid"}},
     ),
     # The fused step.
     "fused_single_change_is_lost": Fault(
@@ -347,6 +377,12 @@ FAULTS = {
                 )
             },
         },
+        "exports",
+    ),
+    "export_fill_is_block_0": Fault(
+        "R25",
+        "what_a_layout_puts",
+        {"numba": {"max(groups[group + FILLER], 0) * entry_scale": "0"}},
         "exports",
     ),
     "export_of_the_next_state": Fault(
