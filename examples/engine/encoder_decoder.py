@@ -85,8 +85,8 @@ class Server:
 
     def tensor(self, array: Any) -> Tensor:
         """Return an input or an output of the table as a tensor on the model's device."""
-        is_on_host = self.device.type == "cpu" or isinstance(array, np.ndarray)
-        array = torch.from_numpy(self.table.backend.to_host(array)) if is_on_host else array
+        if self.device.type == "cpu" and not isinstance(array, np.ndarray):
+            array = self.table.backend.to_host(array)  # of a backend that is emulated
         return torch.as_tensor(array, device=self.device)
 
     def take(self, task: Task, group: int, num_tokens: int) -> list[int]:
