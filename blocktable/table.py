@@ -248,6 +248,10 @@ class BlockTable(RowOperations):
         """Do a whole step: commit, gather and compute_slot_mappings of all groups.
 
         Args and errors: as those three. When an argument is refused nothing was committed.
+        `num_reqs_padded` and `num_tokens_padded` are the batch rows and the slots that are returned. Left out, nothing
+        is padded: `num_reqs` rows and `len(positions)` slots. The set is written to its end in each case: batch rows
+        after the requests are NULL (with `idx_mapping` None they are the table's own rows), slots after the last real
+        token are PAD.
 
         Returns:
             Views of the set `out`, the same object for the same sizes. Valid until the next call that writes the set.
