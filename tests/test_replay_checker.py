@@ -112,7 +112,8 @@ def expected() -> ExpectedStep:
     return ExpectedStep(
         block_tables=(np.array([[7, 8], [9, 0]], np.int32),),
         table_shapes=((3, 4),),
-        slot_mappings=(np.array([28, 29, 36, -1, -1]),),
+        fillers=(0,),
+        slot_mappings={0: np.array([28, 29, 36, -1, -1])},
         query_start_loc=np.array([0, 2, 3], np.int32),
         positions=np.array([0, 1, 0]),
     )
