@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
@@ -23,6 +22,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import blocktable as bt
 from blocktable import cli
 from blocktable.observer import OBSERVED_CALLS, OpenRecording
+from blocktable_conformance import profiles
 from blocktable_conformance.oracle import OracleTable, Refused
 from blocktable_conformance.subject import Subject
 from blocktable_conformance.test_stateful import TableHistory
@@ -260,8 +260,7 @@ def test_any_history_of_the_suite_runs_again(host_path: str, tmp_path: Path, mon
                 result, lane = play(recorded.path)
                 assert (result.num_mismatches, lane.findings.shown, result.notes) == (0, [], [])
 
-    settings = hypothesis.settings(max_examples=40, stateful_step_count=30, deadline=None, database=None)
-    run_state_machine_as_test(RecordedHistory, settings=settings)
+    run_state_machine_as_test(RecordedHistory, settings=profiles.current().settings(10))
 
 
 def test_every_observed_call_is_in_the_format() -> None:

@@ -80,20 +80,23 @@ class ReplayOptions:
         )
 
     def _sized(self, group: KVCacheGroup) -> KVCacheGroup:
-        if group.null_block_id == NULL_BLOCK_ID:
-            group = dataclasses.replace(group, null_block_id=self.null_block_id)
-        if group.pad_slot_id == PAD_SLOT_ID:
-            group = dataclasses.replace(group, pad_slot_id=self.pad_slot_id)
-        if group.sliding_window is not None:  # requests begin with holes where a window has let cached blocks go
-            group = dataclasses.replace(group, allow_null=True)
-        if group.num_blocks is not None:
-            return group
-        num_blocks = self.num_blocks
+        null, pad = group.null_block_id, group.pad_slot_id
+        return dataclasses.replace(
+            group,
+            num_blocks=self._num_blocks(group),
+            null_block_id=self.null_block_id if null == NULL_BLOCK_ID else null,
+            pad_slot_id=self.pad_slot_id if pad == PAD_SLOT_ID else pad,
+            # Requests begin with holes where a window has let cached blocks go.
+            allow_null=group.allow_null or group.sliding_window is not None,
+        )
+
+    def _num_blocks(self, group: KVCacheGroup) -> int:
+        num_blocks = self.num_blocks if group.num_blocks is None else group.num_blocks
         if num_blocks is None and group.slot_mode != "linear":
-            num_blocks = (group.blocks_per_row or 1) * self.max_num_reqs + 1
-        elif num_blocks is None:
-            num_blocks = -(-DEFAULT_CACHE_TOKENS // tokens_per_block(group, self.context_parallel)) + 1
-        return dataclasses.replace(group, num_blocks=num_blocks)
+            return (group.blocks_per_row or 1) * self.max_num_reqs + 1
+        if num_blocks is None:
+            return -(-DEFAULT_CACHE_TOKENS // tokens_per_block(group, self.context_parallel)) + 1
+        return num_blocks
 
 
 def tokens_per_block(group: KVCacheGroup, context_parallel: ContextParallel) -> int:
