@@ -24,7 +24,7 @@ from blocktable_conformance.strategies import (
     replacements,
 )
 from blocktable_replay.checker import expected_block_table, expected_slots
-from blocktable_replay.record import NULLED
+from blocktable_replay.rowmodel import RowModel
 
 VECTORS = list(golden.load())
 
@@ -78,40 +78,35 @@ def test_ranks_share_positions_one_to_one(
     assert Share(world_size, owner, interleave_size).local_length(position) == local
 
 
-def record_of(oracle: OracleTable, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the oracle's rows as the checker's record: blocks [rows, capacity] and counts [rows]."""
-    blocks = np.full((oracle.num_rows, oracle.shapes[group].capacity), 77, np.int32)
-    counts = np.zeros(oracle.num_rows, np.int64)
-    for row, held in enumerate(oracle.rows[group]):
-        blocks[row, : len(held)] = [NULLED if block is None else block for block in held]
-        counts[row] = len(held)
-    return blocks, counts
+def filled_tables(data: st.DataObject, config: BlockTableConfig) -> tuple[OracleTable, RowModel]:
+    """Return the oracle and the row model of the replay after the same drawn calls, committed."""
+    oracle, model = OracleTable(config), RowModel(config)
 
+    def do(call: str, *arguments: Any) -> None:
+        with contextlib.suppress(Refused):  # now and then it is more than a row holds
+            getattr(oracle, call)(*(plain(argument) for argument in arguments))
+            model.apply(call, arguments)
 
-def filled_oracle(data: st.DataObject, config: BlockTableConfig) -> OracleTable:
-    """Return an oracle whose rows hold drawn blocks, some of them nulled, exchanged, mapped or copied."""
-    oracle = OracleTable(config)
     rows = list(range(config.num_rows))
-    oracle.set_rows(*(plain(arg) for arg in data.draw(bulk_calls(oracle, rows, replace=True, fit=True))))
+    do("set_rows", *data.draw(bulk_calls(oracle, rows, replace=True, fit=True)))
     for group, held in enumerate(oracle.rows):
         for row, blocks in enumerate(held):
             if blocks and data.draw(st.integers(0, 3)) == 0:
-                oracle.null_range(row, group, 0, data.draw(st.integers(0, len(blocks))))
-    for edit in data.draw(st.lists(st.sampled_from(["replace_block_ranges", "remap_blocks", "copy_rows"]), max_size=3)):
-        arguments = data.draw(edits(oracle, edit))
-        with contextlib.suppress(Refused):  # now and then it is more than a row holds
-            getattr(oracle, edit)(*(plain(argument) for argument in arguments))
+                do("null_range", row, group, 0, data.draw(st.integers(0, len(blocks))))
+    for call in data.draw(st.lists(st.sampled_from(["replace_block_ranges", "remap_blocks", "copy_rows"]), max_size=3)):
+        do(call, *data.draw(edits(oracle, call)))
     oracle.commit()
-    return oracle
+    model.commit()
+    return oracle, model
 
 
 @st.composite
-def edits(draw: Any, oracle: OracleTable, edit: str) -> tuple[Any, ...]:
+def edits(draw: Any, oracle: OracleTable, call: str) -> tuple[Any, ...]:
     """Draw the arguments of an edit."""
     group, rows = draw(st.integers(0, len(oracle.shapes) - 1)), draw(distinct_rows(oracle.num_rows))
-    if edit == "replace_block_ranges":
+    if call == "replace_block_ranges":
         return tuple(draw(replacements(oracle, group, rows)))
-    if edit == "remap_blocks":
+    if call == "remap_blocks":
         return (group, *draw(mappings(oracle, group)))
     return [draw(st.integers(0, oracle.num_rows - 1)) for _ in rows], rows
 
@@ -119,8 +114,8 @@ def edits(draw: Any, oracle: OracleTable, edit: str) -> tuple[Any, ...]:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), config=configs())
 def test_the_checker_of_the_replay_equals_the_oracle(data: st.DataObject, config: BlockTableConfig) -> None:
-    """Two statements of the batch view and the slots, one vectorised and one plain, agree. Rules: R4, R10-R15, R18."""
-    oracle = filled_oracle(data, config)
+    """Two statements of rows, batch view and slots, one vectorised and one plain, agree. Rules: R4, R10-R15, R18."""
+    oracle, model = filled_tables(data, config)
     batch = data.draw(batches(config, oracle))
     assert batch.idx_mapping is not None
     starts, size = batch.query_start_loc, config.max_num_batched_tokens
@@ -131,7 +126,7 @@ def test_the_checker_of_the_replay_equals_the_oracle(data: st.DataObject, config
     computed = None if batch.num_computed_tokens is None else np.array(batch.num_computed_tokens, np.int32)
     handles = np.array(batch.idx_mapping, np.int32)
     for group in range(len(config.groups)):
-        blocks, counts = record_of(oracle, group)
+        blocks, counts = model.committed.blocks[group], model.committed.counts[group]
         if group in slots_of:
             slots = expected_slots(
                 *(config, group, blocks, counts, handles),

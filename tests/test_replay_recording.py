@@ -188,7 +188,7 @@ def batch(chance: random.Random, rows: list[int]) -> tuple[Any, Any, Any]:
 
 def make_slots(table: bt.BlockTable, chance: random.Random, rows: list[int]) -> None:
     every = range(len(table.config.groups))
-    groups = chance.choice((None, [1], (1, 0), np.array(every)[::-1], [0, 0], every[-1]))
+    groups: Any = chance.choice((None, [1], (1, 0), np.array(every)[::-1], [0, 0], every[-1]))
     num_arrays = len(every) if groups is None else np.size(groups)
     out = [np.zeros(22, np.int64) for _ in range(num_arrays)] if chance.random() < 0.5 else None
     padded = chance.choice((None, 21))
@@ -316,6 +316,39 @@ def test_a_wrong_backend_is_found_by_its_step(tmp_path: Path, capsys: pytest.Cap
     assert "step 10, group 0, token 0, request 0 (batch index 0, row 0), position 0: expected 20, got 21" in (
         capsys.readouterr().out
     )
+
+
+class Overzealous(NumpyBackend):
+    """A call that names groups writes the first group's slots of the last step, too."""
+
+    def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
+        class Mapper(NumpySlotMapper):
+            last: Sequence[Any]
+
+            def compute_slot_mappings(
+                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+            ) -> None:
+                super().compute_slot_mappings(batch, out, stream=stream, groups=groups)
+                if groups is None:
+                    self.last = out
+                else:
+                    self.last[0][:] = 5
+
+        return Mapper(store)
+
+
+def test_slots_of_a_group_that_was_not_named_must_stay(tmp_path: Path) -> None:
+    """Rules: R15."""
+    path, table = tmp_path / "run.btrace", bt.BlockTable(CONFIG, "numpy")
+    inputs = np.array([0], np.int32), np.array([0, 2], np.int32), np.array([0, 1])
+    with Recorder(table, path):
+        table.set_row(0, ([5], [6]))
+        table.step(*inputs)
+        table.compute_slot_mappings(*inputs, groups=[1])
+    assert play(path)[0].num_mismatches == 0
+    assert play(path, Overzealous())[1].findings.shown == [
+        "step 2, a slot buffer changed whose group the call does not name (R15)"
+    ]
 
 
 def test_a_call_that_was_refused_must_be_refused_again(tmp_path: Path) -> None:

@@ -84,4 +84,5 @@ class BlockRecord:
     def held(self, group: int, handle: int) -> IntArray:
         """Return a handle's blocks, NULL and given up ones left out, [n] int32."""
         blocks = self.blocks[group][handle, : self.counts[group, handle]]
-        return blocks[(blocks >= 0) & (blocks != self._nulls[group])]
+        held: IntArray = blocks[(blocks >= 0) & (blocks != self._nulls[group])]
+        return held
