@@ -67,7 +67,7 @@ class Model:
 def dense_run(model: Model, tokens: Sequence[int], is_seen: Any) -> Any:
     position = torch.arange(len(tokens))
     hidden = ~is_seen(position[:, None], position) | (position > position[:, None])
-    return model.run(tokens, lambda _layer, *qkv: dense(*qkv, hidden))
+    return model.run(tokens, lambda _layer, query, key, value: dense(query, key, value, hidden))
 
 
 class PagedRun:
@@ -96,7 +96,7 @@ class PagedRun:
 
         def paged(layer: int, query: Any, key: Any, value: Any) -> Any:
             for kind, part in enumerate((key, value)):
-                    self.caches[layer][slots // BLOCK, kind, slots % BLOCK] = part
+                self.caches[layer][slots // BLOCK, kind, slots % BLOCK] = part
             return attention(self.table, query, self.caches[layer], self.rows, computed, self.done)
 
         tokens = [self.requests[i][position] for i, span in enumerate(spans) for position in span]
@@ -110,7 +110,8 @@ class PagedRun:
 def check_paged_run(attention: Any, is_seen: Any, seed: int) -> None:
     draw, model = random.Random(seed), Model(seed)
     requests = [[draw.randrange(50) for _ in range(draw.choice([1, 8, 15, 33, MAX_LEN]))] for _ in range(3)]
-    run, found = PagedRun(requests, seed), [[] for _ in requests]  # type: list[list[Any]]
+    run = PagedRun(requests, seed)
+    found: list[list[Any]] = [[] for _ in requests]
     paged = attention(run.table)
     while not run.is_done:
         for parts, part in zip(found, run.step(model, paged), strict=True):

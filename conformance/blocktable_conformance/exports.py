@@ -89,7 +89,8 @@ class ExportPair:
                 self._run_on_table(*given, **extra, num_tokens_padded=num_tokens_padded)
             return None
         result = self._run_on_table(*given, **extra, num_tokens_padded=num_tokens_padded)
-        self.check_written(mapping, seq_lens, num_computed_tokens=num_computed_tokens, **extra)
+        rules = "" if first_tokens is None else "R34"
+        self.check_written(mapping, seq_lens, num_computed_tokens=num_computed_tokens, rules=rules, **extra)
         self.check_views(result, requests if num_reqs_padded is None else num_reqs_padded, num_tokens_padded)
         self._num_cut = min(self._num_cut + num_cut, 2**31 - 1)
         if self.out.num_cut is not None:

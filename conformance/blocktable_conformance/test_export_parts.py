@@ -414,6 +414,19 @@ def test_positions_of_every_mode(subject_once: Subject) -> None:
         check_positions(pair, [0, 1, 2], group, [[0, 3, 4, 9, 12, -1, INT32_MAX]] * 3, "int64")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_positions_of_one_rank(subject_once: Subject, rank: int) -> None:
+    """Two ranks share the tokens, two in turn: each has the slots of its own, and -1 for the other's.
+
+    Rules: R12, R18, R36.
+    """
+    pair = make(subject_once, FULL, context_parallel=shard(2, rank, 2), rows=[[5, 6]])
+    pair.commit()
+    got = check_positions(pair, [0], 0, [[0, 1, 2, 3, 4, 9, 14, 16]])
+    wanted = [[20, 21, -1, -1, 22, 25, -1, -1], [-1, -1, 20, 21, -1, -1, 26, -1]][rank]
+    check_values(got[0], wanted, "R36", f"the slots of rank {rank}")
+
+
 def test_refusals_of_positions(subject_once: Subject) -> None:
     """Groups without slots, wrong shapes and dtypes, slots that int32 cannot hold: nothing is launched.
 
