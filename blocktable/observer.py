@@ -40,6 +40,7 @@ OBSERVED_CALLS = (
     "create_buffers",
     "create_export",
     "export",
+    "map_positions",
     "invalidate",
 )
 """Methods that change rows or write outputs."""

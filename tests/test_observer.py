@@ -25,6 +25,7 @@ NOT_OBSERVED = {  # they change no row and write no output of a step
     "block_ids",
     "common_blocks",
     "device_table",
+    "export_host",
     "host_row",
     "host_table",
     "locate",
