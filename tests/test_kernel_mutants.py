@@ -83,7 +83,7 @@ FAULTS = {
                 "(column < num_entries)": "(row >= 0)",
                 "is_valid & (column < columns)": "is_valid",
             },
-            "cupy": {"column < width ?": "column < 2 * width ?", "if (column >= columns) return PAD_SLOT_ID;": ""},
+            "cupy": {"column < width ?": "column < 2 * width ?", "if (column >= columns) return pad;": ""},
             "numba": {
                 "is_valid & (column < width)": "is_valid & (column < 2 * width)",
                 "is_valid & (column < columns)": "is_valid",
@@ -166,10 +166,10 @@ FAULTS = {
     ),
     "null_block_is_one_kernel_block": Fault(
         "R13",
-        "separate and null_block_spans",
+        "separate and (null_block_spans or tokens_in_holes)",
         {
             "triton": {"(block_id >= blocks_per_kv_block)": "(block_id >= 1)"},
-            "cupy": {"block_id < groups[g].blocks_per_kv_block": "block_id < 1"},
+            "cupy": {"&& is_missing(groups[g], block_id)": "&& block_id == groups[g].null_start"},
             "numba": {"block_id >= groups[group + BLOCKS_PER_KV_BLOCK]": "block_id >= 1"},
         },
     ),
@@ -190,6 +190,41 @@ FAULTS = {
             "cupy": {"i < counts.num_singles;": "i + 1 < counts.num_singles;"},
             "numba": {"while i < num_singles:": "while i + 1 < num_singles:"},
         },
+    ),
+    "null_behind_a_row_is_block_0": Fault(
+        "R5",
+        "what_stands_where_no_block_is",
+        {"cupy": {"int filler = (int)groups[g].filler;\n  int*": "int filler = 0;\n  int*"}},
+    ),
+    "null_before_a_window_is_block_0": Fault(
+        "R11",
+        "what_stands_where_no_block_is",
+        {"cupy": {"int filler = (int)groups[g].filler;\n    for": "int filler = 0;\n    for"}},
+    ),
+    "constant_range_is_block_0": Fault(
+        "R9",
+        "what_stands_where_no_block_is",
+        {"cupy": {"= constants[range_index];": "= 0;"}},
+    ),
+    "pad_is_minus_1": Fault(
+        "R13",
+        "slots_of_pad_are_the_groups_own",
+        {"cupy": {"int64 pad = groups[g].pad_slot_id;": "int64 pad = -1;"}},
+    ),
+    "chunk_pad_is_minus_1": Fault(
+        "R13",
+        "more_tokens_than_a_tile",
+        {"cupy": {"int64 pad = groups[g].pad_slot_id, columns": "int64 pad = -1, columns"}},
+    ),
+    "chunk_has_no_holes": Fault(
+        "R13",
+        "more_tokens_than_a_tile",
+        {"cupy": {"|| !is_missing(groups[g], block_id)": "|| true"}},
+    ),
+    "ring_repeats_in_a_step": Fault(
+        "R14",
+        "step_longer_than_its_ring",
+        {"cupy": {"ring == 0 || (last > 0 ? last : 0) - position >= ring": "ring == 0"}},
     ),
     # The fused step.
     "fused_single_change_is_lost": Fault(
@@ -347,6 +382,18 @@ FAULTS = {
                 )
             },
         },
+        "exports",
+    ),
+    "export_fill_is_block_0": Fault(
+        "R25",
+        "what_a_layout_puts",
+        {"cupy": {"larger(0, groups[g].filler) * entry_scale": "0"}},
+        "exports",
+    ),
+    "export_counts_no_cut": Fault(
+        "R27",
+        "separate and small_capacity",
+        {"cupy": {"num_cut[0] + (before - start)": "num_cut[0]"}},
         "exports",
     ),
     "export_of_the_next_state": Fault(
