@@ -83,7 +83,7 @@ FAULTS = {
                 "(column < num_entries)": "(row >= 0)",
                 "is_valid & (column < columns)": "is_valid",
             },
-            "cupy": {"column < width ?": "column < 2 * width ?", "if (column >= columns) return PAD_SLOT_ID;": ""},
+            "cupy": {"column < width ?": "column < 2 * width ?", "if (column >= columns) return pad;": ""},
             "numba": {
                 "is_valid & (column < width)": "is_valid & (column < 2 * width)",
                 "is_valid & (column < columns)": "is_valid",
@@ -169,7 +169,7 @@ FAULTS = {
         "separate and (null_block_spans or tokens_in_holes)",
         {
             "triton": {"(block_id >= blocks_per_kv_block)": "(block_id >= 1)"},
-            "cupy": {"block_id < groups[g].blocks_per_kv_block": "block_id < 1"},
+            "cupy": {"&& is_missing(groups[g], block_id)": "&& block_id == groups[g].null_start"},
             "numba": {"(entry - null_start) < blocks_per_kv_block": "(entry - null_start) < 1"},
         },
     ),
@@ -194,32 +194,55 @@ FAULTS = {
     "null_behind_a_row_is_block_0": Fault(
         "R5",
         "what_stands_where_no_block_is",
-        {"numba": {"batch[batch_row + column] = filler\n": "batch[batch_row + column] = 0\n"}},
+        {
+            "cupy": {"int filler = (int)groups[g].filler;\n  int*": "int filler = 0;\n  int*"},
+            "numba": {"batch[batch_row + column] = filler\n": "batch[batch_row + column] = 0\n"},
+        },
     ),
     "null_before_a_window_is_block_0": Fault(
         "R11",
         "what_stands_where_no_block_is",
         {
+            "cupy": {"int filler = (int)groups[g].filler;\n    for": "int filler = 0;\n    for"},
             "numba": {
                 "filler if HAS_WINDOWS and column < first": "0 if HAS_WINDOWS and column < first",
                 "filler if HAS_WINDOWS and other < first": "0 if HAS_WINDOWS and other < first",
-            }
+            },
         },
     ),
     "constant_range_is_block_0": Fault(
         "R9",
         "what_stands_where_no_block_is",
-        {"numba": {"arena[place] = changes[values + range_index]": "arena[place] = 0"}},
+        {
+            "cupy": {"= constants[range_index];": "= 0;"},
+            "numba": {"arena[place] = changes[values + range_index]": "arena[place] = 0"},
+        },
     ),
     "pad_is_minus_1": Fault(
         "R13",
         "slots_of_pad_are_the_groups_own",
-        {"numba": {"if is_valid else pad_slot_id": "if is_valid else np.int64(-1)"}},
+        {
+            "cupy": {"int64 pad = groups[g].pad_slot_id;": "int64 pad = -1;"},
+            "numba": {"if is_valid else pad_slot_id": "if is_valid else np.int64(-1)"},
+        },
+    ),
+    "chunk_pad_is_minus_1": Fault(
+        "R13",
+        "more_tokens_than_a_tile",
+        {"cupy": {"int64 pad = groups[g].pad_slot_id, columns": "int64 pad = -1, columns"}},
+    ),
+    "chunk_has_no_holes": Fault(
+        "R13",
+        "more_tokens_than_a_tile",
+        {"cupy": {"|| !is_missing(groups[g], block_id)": "|| true"}},
     ),
     "ring_repeats_in_a_step": Fault(
         "R14",
         "step_longer_than_its_ring",
-        {"numba": {"is_valid & (max(last_position, 0) - local < ring)": "is_valid"}},
+        {
+            "cupy": {"ring == 0 || (last > 0 ? last : 0) - position >= ring": "ring == 0"},
+            "numba": {"is_valid & (max(last_position, 0) - local < ring)": "is_valid"},
+        },
     ),
     # The fused step.
     "fused_single_change_is_lost": Fault(
@@ -382,7 +405,16 @@ FAULTS = {
     "export_fill_is_block_0": Fault(
         "R25",
         "what_a_layout_puts",
-        {"numba": {"max(groups[group + FILLER], 0) * entry_scale": "0"}},
+        {
+            "cupy": {"larger(0, groups[g].filler) * entry_scale": "0"},
+            "numba": {"max(groups[group + FILLER], 0) * entry_scale": "0"},
+        },
+        "exports",
+    ),
+    "export_counts_no_cut": Fault(
+        "R27",
+        "separate and small_capacity",
+        {"cupy": {"num_cut[0] + (before - start)": "num_cut[0]"}},
         "exports",
     ),
     "export_of_the_next_state": Fault(

@@ -179,7 +179,7 @@ def alignment_is_room(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R7")
 def any_id_is_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NumpyRows, "_refuse_ids", lambda self, group, ids: None)
+    patch.setattr(NumpyRows, "_refuse_ids", lambda self, group, ids, name="": None)
 
 
 @_mutant("R8")
