@@ -22,6 +22,7 @@ import blocktable.table
 from blocktable import BlockTableConfig, ContextParallel, KVCacheGroup, RowCapacityError, Writes
 from blocktable.batches import BatchChecks
 from blocktable.exports import ExportSets
+from blocktable.host_exports import export_on_host as export_on_host_of_the_core
 from blocktable.metadata import Family, MetadataPlan
 from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
@@ -343,11 +344,11 @@ def any_first_token_is_taken(patch: pytest.MonkeyPatch) -> None:
 
 @_export_mutant("R37")
 def the_host_exports_the_last_commit(patch: pytest.MonkeyPatch) -> None:
-    right = blocktable.export_calls.export_on_host
+    right = export_on_host_of_the_core
 
     def export_on_host(config: BlockTableConfig, rows: Any, *arguments: Any) -> Any:
         committed = SimpleNamespace(mirror=rows.mirror, filled=rows.committed_filled)
-        return right(config, committed, *arguments)  # type: ignore[arg-type]
+        return right(config, committed, *arguments)
 
     patch.setattr(blocktable.export_calls, "export_on_host", export_on_host)
 
