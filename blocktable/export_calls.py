@@ -12,6 +12,7 @@ from blocktable.checks import array_spec, non_negative, vector_length
 from blocktable.config import INT32_LIMIT, BlockTableConfig
 from blocktable.errors import ArgumentError, DtypeError
 from blocktable.exports import (
+    PART_KINDS,
     Export,
     ExportSets,
     check_first_tokens,
@@ -78,13 +79,16 @@ class ExportCalls:
             A set for `export(out=)`. Keep the object itself: `invalidate` refills the sets that live.
 
         Raises:
-            UnsupportedError: the backend does not declare `exports`.
+            UnsupportedError: the backend does not declare `exports`; or `export_parts`, for `max_batch` and the kinds
+                "ring", "block_requests" and "token_requests".
             ArgumentError, ConfigError: the groups cannot be exported in this layout.
 
         Rules: R25-R31.
         """
-        self._require("exports", "create_export()")
         found, chosen = find_layout(layout), check_groups(self.config, groups)
+        self._require_exports("create_export()", found)
+        if max_batch is not None:
+            self._require("export_parts", "create_export(max_batch=)")
         self._exports.refuse_capture(found, self._stream(None, None))
         return self._exports.create(found, chosen, capacity, max_batch)
 
@@ -131,7 +135,8 @@ class ExportCalls:
             Views, the same object for the same sizes. Valid until the next call that writes the same buffers.
 
         Raises:
-            UnsupportedError: the backend does not declare `exports`.
+            UnsupportedError: the backend does not declare `exports`; or `export_parts`, for `first_tokens` and the
+                kinds "ring", "block_requests" and "token_requests".
             BlockTableError: the first export into a set that belongs to one of buffers, or host arrays, on a capturing
                 stream.
             ArgumentError: the batch table is what was asked for, and it holds another batch; or the arrays are the
@@ -141,8 +146,10 @@ class ExportCalls:
 
         Rules: R25-R31, R34, R35.
         """
-        self._require("exports", "export()")
         found, chosen = find_layout(layout), check_groups(self.config, groups)
+        self._require_exports("export()", found)
+        if first_tokens is not None:
+            self._require("export_parts", "export(first_tokens=)")
         require_inputs(found, seq_lens, query_start_loc, num_tokens_padded)
         batch = self._checks.batch(
             *(
@@ -241,12 +248,12 @@ class ExportCalls:
             `out`, or the new array.
 
         Raises:
-            UnsupportedError: the backend does not declare `exports`.
+            UnsupportedError: the backend does not declare `export_parts`.
             ArgumentError, DtypeError: a bad argument, a group without slots, or slots that int32 cannot hold.
 
         Rules: R36.
         """
-        self._require("exports", "map_positions()")
+        self._require("export_parts", "map_positions()")
         index = self._group_index(group)
         spec = self.config.groups[index]
         if spec.slot_mode == "none":
@@ -275,6 +282,11 @@ class ExportCalls:
             store: Any = self.store
             store.map_positions(rows, index, positions, target, stream=handle)
         return target
+
+    def _require_exports(self, call: str, layout: Layout) -> None:
+        self._require("exports", call)
+        if layout.kind in PART_KINDS:
+            self._require("export_parts", f"{call} of kind {layout.kind!r}")
 
     def _plan_export(
         self,

@@ -368,12 +368,12 @@ class ExportingStore(BlockStore, Protocol):
     """A block store with the capability "exports"."""
 
     def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
-        """Write the batch in a layout that an attention kernel reads (R25-R31).
+        """Write the batch in a layout that an attention kernel reads (R25-R31, R34, R35).
 
         Args:
             layout: that of `out`.
-            batch: `idx_mapping`, `num_reqs`, `num_computed_tokens`, `seq_lens` and `first_tokens` matter, and
-                `query_start_loc` for "token_requests".
+            batch: `idx_mapping`, `num_reqs`, `num_computed_tokens` and `seq_lens` matter; with "export_parts" also
+                `first_tokens`, and `query_start_loc` for "token_requests".
             out: made by the core over this backend's `from_host`. Everything the call needs is there: it allocates
                 nothing.
             stream: as `gather`.
@@ -381,6 +381,10 @@ class ExportingStore(BlockStore, Protocol):
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
         """Fill the entries of each group with its `fills` and all else but `members` with 0, trusting nothing (R24)."""
+
+
+class PartsExportingStore(ExportingStore, Protocol):
+    """A block store with the capability "export_parts": its `export` also knows `first_tokens` and R35's kinds."""
 
     def map_positions(self, rows: Array, group: int, positions: Array, out: Array, *, stream: int | None) -> None:
         """Write the slot of each position of each token's row, -1 where it has none (R36).

@@ -18,7 +18,7 @@ class NumpyBackend:
 
     name = "numpy"
     protocol_version = PROTOCOL_VERSION
-    capabilities = frozenset({"int32_slots", "exports"})
+    capabilities = frozenset({"int32_slots", "exports", "export_parts"})
     description = "numpy (host)"
 
     def why_unavailable(self) -> str | None:

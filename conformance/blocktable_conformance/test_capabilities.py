@@ -68,12 +68,17 @@ def test_arrays_survive_the_way_to_the_device_and_back(subject_once: Subject) ->
 
 
 def test_declared_capabilities_have_code_behind_them(subject_once: Subject) -> None:
-    """A store has step() where `fused_step` is declared, and export() and reset_export() where `exports` is.
+    """A store has step() where `fused_step` is declared, and the methods of exports where `exports` and its parts are.
 
     Rules: R21.
     """
     store = make(subject_once, GROUP).table.store
-    for capability, method in (("fused_step", "step"), ("exports", "export"), ("exports", "reset_export")):
+    for capability, method in (
+        ("fused_step", "step"),
+        ("exports", "export"),
+        ("exports", "reset_export"),
+        ("export_parts", "map_positions"),
+    ):
         declared = subject_once.declares(capability)
         check(
             not declared or callable(getattr(store, method, None)),
@@ -134,3 +139,23 @@ def test_streams_are_refused_where_not_declared(subject: Subject) -> None:
         ):
             must_be_refused("R22", f"stream={stream}", partial(call, stream=stream))
     check(subject.watch.launches == launches, "R22", "something was launched, or committed, before the refusal.")
+
+
+def test_exports_of_parts_are_refused_where_not_declared(subject_once: Subject) -> None:
+    """Without `export_parts` first tokens, sets of other sizes, rings, requests and positions are refused.
+
+    Rules: R34, R35, R36.
+    """
+    require_absence(subject_once, "export_parts")
+    require(subject_once, "exports")
+    pair = make(subject_once, GROUP, rows=[[5]])
+    table, one = pair.table, subject_once.device_array([0], "int32")
+    positions = subject_once.device_array([[0]], "int32")
+    for rules, what, call in (
+        ("R34", "first_tokens", lambda: table.export("csr", one, seq_lens=one, first_tokens=one)),
+        ("R34", "max_batch", lambda: table.create_export("csr", capacity=4, max_batch=6)),
+        ("R35", "a set of requests", lambda: table.create_export("token_requests")),
+        ("R35", "requests", lambda: table.export("token_requests", one, query_start_loc=one)),
+        ("R36", "map_positions()", lambda: table.map_positions(one, 0, positions)),
+    ):
+        must_be_refused(rules, what, call)
