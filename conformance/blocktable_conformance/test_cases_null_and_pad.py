@@ -129,6 +129,11 @@ def test_what_stands_where_no_block_is(subject: Subject, null: int, filler: int)
     for row in (1, 3):
         check_values(table[row], [filler] * 8, "R10", "the row of a dummy, or of padding")
     check_values(table[2], [filler] * 5 + [17, filler, filler], "R11", "a row with a window")
+    table = pair.step([1], [0, 1], [0]).buffer_tables[0]
+    for row in (1, 2, 3):
+        check_values(table[row], [filler] * 8, "R5, R10", "a row that the batch before this one had")
+    table = pair.step([-1], [0, 1], [0]).buffer_tables[0]
+    check_values(table[0], [filler] * 8, "R5, R10", "a dummy's row, where there were columns")
     pair.do("clear")
     pair.invalidate()
 
@@ -137,12 +142,19 @@ def test_what_stands_where_no_block_is(subject: Subject, null: int, filler: int)
 def test_tokens_in_holes(subject: Subject, null: int) -> None:
     """A token in a hole is PAD with `null_is_pad`, and where there is no null block anyhow; else it has a slot there.
 
-    Rules: R13.
+    With two kernel blocks to a block, both of a hole's columns are the filler. Rules: R5, R13.
     """
-    for null_is_pad in (False, True):
-        group = KVCacheGroup(block_size=4, null_block_id=null, allow_null=True, null_is_pad=null_is_pad, pad_slot_id=-5)
+    for null_is_pad, size in ((False, 4), (True, 4), (False, 2), (True, 2)):
+        group = KVCacheGroup(
+            block_size=4,
+            kernel_block_size=size,
+            null_block_id=null,
+            allow_null=True,
+            null_is_pad=null_is_pad,
+            pad_slot_id=-5,
+        )
         pair = make(subject, group, rows=[[7, null]])
-        hole = -5 if null_is_pad or null == -1 else 4 * null + 2
+        hole = -5 if null_is_pad or null == -1 else 4 * null + 6 % size
         check_values(one_request(pair, [1, 6]).slot_mappings[0], [29, hole], "R13", "a block's slot, and a hole's")
         with must_raise(ArgumentError, "R13", "locate() of PAD"):
             pair.table.locate(0, -5)
