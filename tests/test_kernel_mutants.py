@@ -103,7 +103,7 @@ FAULTS = {
         "R10",
         "separate and addresses_stay",
         {
-            "triton": {"tl.maximum(tl.load(batch_ptr + arena_size), num_reqs_padded)": "num_reqs_padded"},
+            "triton": {"tl.maximum(tl.load(batch_ptr + batch_entries), num_reqs_padded)": "num_reqs_padded"},
             "cupy": {"= held_rows > num_reqs_padded ? held_rows : num_reqs_padded;": "= num_reqs_padded;"},
             "numba": {"max(batch[arena_size], num_reqs_padded)": "num_reqs_padded"},
         },
@@ -112,7 +112,7 @@ FAULTS = {
         "R5",
         "separate and padded_rows_hold",
         {
-            "triton": {"columns, held, TILE)": "columns, columns, TILE)"},
+            "triton": {"columns, held, filler, TILE)": "columns, columns, filler, TILE)"},
             "cupy": {"held, blockDim.x);": "0, blockDim.x);"},
             "numba": {"while column < held:": "while column < 0:"},
         },
@@ -166,9 +166,9 @@ FAULTS = {
     ),
     "null_block_is_one_kernel_block": Fault(
         "R13",
-        "separate and null_block_spans",
+        "separate and (null_block_spans or tokens_in_holes)",
         {
-            "triton": {"(block_id >= blocks_per_kv_block)": "(block_id >= 1)"},
+            "triton": {"< blocks_per_kv_block.to(tl.uint32)": "< 1"},
             "cupy": {"block_id < groups[g].blocks_per_kv_block": "block_id < 1"},
             "numba": {"block_id >= groups[group + BLOCKS_PER_KV_BLOCK]": "block_id >= 1"},
         },
@@ -190,6 +190,31 @@ FAULTS = {
             "cupy": {"i < counts.num_singles;": "i + 1 < counts.num_singles;"},
             "numba": {"while i < num_singles:": "while i + 1 < num_singles:"},
         },
+    ),
+    "null_behind_a_row_is_block_0": Fault(
+        "R5",
+        "what_stands_where_no_block_is",
+        {"triton": {"column, filler, mask=is_stale)": "column, 0, mask=is_stale)"}},
+    ),
+    "null_before_a_window_is_block_0": Fault(
+        "R11",
+        "what_stands_where_no_block_is",
+        {"triton": {"mask=is_kept, other=filler)": "mask=is_kept, other=0)"}},
+    ),
+    "constant_range_is_block_0": Fault(
+        "R9",
+        "what_stands_where_no_block_is",
+        {"triton": {"(value - start), stored,": "(value - start), stored * (0 if IS_CONSTANT else 1),"}},
+    ),
+    "pad_is_minus_1": Fault(
+        "R13",
+        "slots_of_pad_are_the_groups_own",
+        {"triton": {"is_valid, slot, pad_slot_id)": "is_valid, slot, -1)"}},
+    ),
+    "ring_repeats_in_a_step": Fault(
+        "R14",
+        "step_longer_than_its_ring",
+        {"triton": {"is_valid & (tl.maximum(last_position, 0) - position < ring)": "is_valid"}},
     ),
     # The fused step.
     "fused_single_change_is_lost": Fault(
@@ -223,7 +248,7 @@ FAULTS = {
         "R5",
         "fused and padded_rows_hold",
         {
-            "triton": {"tl.where(i < held_rows, held, 0), ROW_TILE)": "columns, ROW_TILE)"},
+            "triton": {"tl.where(i < held_rows, held, 0), filler, ROW_TILE)": "columns, filler, ROW_TILE)"},
             "cupy": {"if (i < held_rows) null_columns(": "if (false) null_columns("},
             "numba": {"if stale > columns:": "if False:"},
         },
@@ -347,6 +372,18 @@ FAULTS = {
                 )
             },
         },
+        "exports",
+    ),
+    "export_fill_is_block_0": Fault(
+        "R25",
+        "what_a_layout_puts",
+        {"triton": {"nulls[2] * entry_scale)": "0)"}},
+        "exports",
+    ),
+    "export_counts_no_cut": Fault(
+        "R27",
+        "separate and small_capacity",
+        {"triton": {"other=0) + tl.maximum(end - limit, 0)": "other=0).to(tl.int64)"}},
         "exports",
     ),
     "export_of_the_next_state": Fault(
