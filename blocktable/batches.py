@@ -126,29 +126,39 @@ class BatchChecks:
         num_reqs_padded: int | None,
         num_computed_tokens: Array | None,
         seq_lens: Array | None = None,
+        first_tokens: Array | None = None,
         *,
+        most: int | None = None,
         will_commit: bool = False,
+        is_host_call: bool = False,
     ) -> Batch:
         """Return the inputs of one call as a batch.
 
         Args:
+            most: requests that it may have. None: `max_num_reqs`.
             will_commit: whether pending changes are committed before the batch is read.
+            is_host_call: whether the backend gets none of the arrays, which all lie on the host.
 
         Raises:
             ArgumentError, DtypeError: something is wrong; the sentence says what.
         """
+        is_of_a_set = most is not None
+        most = self._config.max_num_reqs if most is None else most
+        name = "the set's max_batch" if is_of_a_set else "max_num_reqs"
         requests = self._num_reqs(idx_mapping, query_start_loc, num_reqs, seq_lens)
+        if requests > most:
+            raise ArgumentError(f"A batch of {requests} requests is above {name} {most}.")
         padded = requests if num_reqs_padded is None else num_reqs_padded
         num_positions = 0 if positions is None else vector_length("positions", positions, "int64")
-        if num_computed_tokens is not None:
-            length = vector_length("num_computed_tokens", num_computed_tokens, "int32")
+        for label, array in (("num_computed_tokens", num_computed_tokens), ("first_tokens", first_tokens)):
+            length = requests if array is None else vector_length(label, array, "int32")
             if length != requests:
-                raise ArgumentError(f"num_computed_tokens must hold {requests} entries, one a request, got {length}.")
+                raise ArgumentError(f"{label} must hold {requests} entries, one a request, got {length}.")
         padded = int_scalar("num_reqs_padded", padded)
-        if not requests <= padded <= self._config.max_num_reqs:
+        if not requests <= padded <= most:
             raise ArgumentError(
                 f"num_reqs_padded {padded} must be at least the {requests} requests of the batch and at most "
-                f"max_num_reqs {self._config.max_num_reqs}."
+                f"{name} {most}."
             )
         if idx_mapping is None and padded > self._config.num_rows:
             raise ArgumentError(
@@ -157,13 +167,14 @@ class BatchChecks:
             )
         if idx_mapping is None and padded > requests:
             self._require_empty_rows(requests, padded, will_commit=will_commit)
-        for array in (idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens):
-            self._require_device(array)
+        for array in (idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens, first_tokens):
+            if not is_host_call:
+                self.require_device(array)
         # With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy.
         wants_tables = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
         return Batch(
             *(idx_mapping, query_start_loc, positions, requests, padded, num_computed_tokens, num_positions),
-            *(wants_tables, seq_lens),
+            *(wants_tables, seq_lens, first_tokens),
         )
 
     def _num_reqs(
@@ -192,11 +203,39 @@ class BatchChecks:
             raise ArgumentError(
                 "The numbers of requests disagree: " + ", ".join(f"{name} says {n}" for name, n in found.items()) + "."
             )
-        if requests > self._config.max_num_reqs:
-            raise ArgumentError(f"A batch of {requests} requests is above max_num_reqs {self._config.max_num_reqs}.")
         return requests
 
-    def _require_device(self, array: Array | None) -> None:
+    def matrix(self, name: str, array: Array, dtypes: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the shape of a two-dimensional contiguous array of one of the dtypes."""
+        found = array_spec(name, array)
+        if found.dtype not in dtypes:
+            raise DtypeError(f"{name} must be {' or '.join(dtypes)}, got {found.dtype}.")
+        if len(found.shape) != 2 or not found.contiguous:
+            raise ArgumentError(
+                f"{name} must be two-dimensional and contiguous, got shape {found.shape}"
+                f"{'' if found.contiguous else ', strided'}."
+            )
+        return found.shape
+
+    def output(self, name: str, array: Array, shape: tuple[int, ...]) -> None:
+        """Refuse what slots of a shape cannot be written to."""
+        given = self.matrix(name, array, ("int32", "int64"))
+        if given != shape:
+            raise ArgumentError(f"{name} must have the shape of positions, {shape}, got {given}.")
+        self.require_device(array)
+        self._require_own_kind(name, array)
+
+    def _require_own_kind(self, name: str, array: Array) -> None:
+        """Refuse an output that is not where the backend writes, or is read-only."""
+        is_foreign = self._is_emulated and hasattr(array, "__cuda_array_interface__")
+        if isinstance(array, np.ndarray) != self._has_numpy_arrays and not is_foreign:
+            raise DtypeError(
+                f"{name} must be on the device of backend {self._backend.name!r}, got {type(array).__name__}."
+            )
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ArgumentError(f"{name} is read-only.")
+
+    def require_device(self, array: Array | None) -> None:
         """Refuse what lies elsewhere, before anything is committed."""
         if self._is_on_host:
             if getattr(array, "is_cuda", False):
@@ -233,7 +272,7 @@ class BatchChecks:
             length = vector_length("seq_lens", array, "int32")
             if length != num_reqs:
                 raise ArgumentError(f"seq_lens must hold {num_reqs} entries, one a request, got {length}.")
-            self._require_device(array)
+            self.require_device(array)
 
     def num_tokens(self, num_tokens: int, num_tokens_padded: int | None, size: int | None = None) -> None:
         """Refuse more tokens than a slot buffer has. size: of the caller's own; None: the table's."""
@@ -289,13 +328,7 @@ class BatchChecks:
             name = f"out[{group}]"
             self._check_slot_dtype(name, array)
             self.num_tokens(num_tokens, num_tokens_padded, vector_length(name, array, self._config.slot_dtype))
-            is_foreign = self._is_emulated and hasattr(array, "__cuda_array_interface__")
-            if isinstance(array, np.ndarray) != self._has_numpy_arrays and not is_foreign:
-                raise DtypeError(
-                    f"{name} must be on the device of backend {self._backend.name!r}, got {type(array).__name__}."
-                )
-            if isinstance(array, np.ndarray) and not array.flags.writeable:
-                raise ArgumentError(f"{name} is read-only.")
+            self._require_own_kind(name, array)
         return tuple(out)
 
     def _check_slot_dtype(self, name: str, array: Any) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -28,8 +29,17 @@ from blocktable.protocols import (
 MAX_CACHED_EXPORTS = 4096
 """Results kept for each set of an export's buffers."""
 
-NEEDS_SEQ_LENS = ("csr", "token_csr", "lengths", "inverse_map")
+CSR_KINDS = ("csr", "token_csr", "block_requests")
+"""Kinds with `indptr`, `last_page_lens` and `lengths` beside their entries."""
+
+CAPACITY_KINDS = (*CSR_KINDS, "token_requests")
+"""Kinds whose entries are one row for all requests."""
+
+NEEDS_SEQ_LENS = (*CSR_KINDS, "lengths", "inverse_map", "ring")
 """Kinds that read `seq_lens`; state columns that are aligned do too."""
+
+PART_KINDS = ("table", "kv_offsets", *CSR_KINDS, "inverse_map", "lengths")
+"""Kinds that may begin anywhere in a row (R34), and count what they had to cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +48,10 @@ class Export:
 
     Attributes:
         layout: the layout.
-        entries: one array for each group, shaped as the layout says, `num_reqs_padded` batch rows long; for "csr" and
-            "token_csr" the whole buffer of indices, of which `indptr[-1]` are used; none for "lengths".
-        indptr: [num_reqs_padded + 1] int32. First index of each request, and their number.
+        entries: one array for each group, shaped as the layout says, `num_reqs_padded` batch rows long; for "csr",
+            "token_csr" and "block_requests" the whole buffer, of which `indptr[-1]` are used; for "token_requests"
+            `num_tokens_padded` of them; none for "lengths".
+        indptr: [num_reqs_padded + 1] int32. First entry of each request, and their number.
         last_page_lens: [num_reqs_padded] int32. Tokens in each request's last page.
         lengths: [num_reqs_padded] int32. Tokens of each request that this rank holds.
     """
@@ -62,9 +73,13 @@ def export_width(config: BlockTableConfig, layout: Layout, group: int) -> int:
 
     Rules: R26.
     """
-    width, step = config.width(group), layout.width_step(config.groups[group].tokens_per_column)
-    if layout.kind not in ("table", "kv_offsets"):
+    tokens = config.groups[group].tokens_per_column
+    width, step = config.width(group), layout.width_step(tokens)
+    if layout.kind not in ("table", "kv_offsets", "ring"):
         return width
+    if layout.kind == "ring":  # as wide as the row of a linear group (R3, R35)
+        width = -(-(config.max_model_len + config.lookahead_tokens) // tokens)
+        step = math.lcm(step, config.width_alignment // math.gcd(config.width_alignment, tokens))
     if layout.exact_width:
         return exact_width(config, group)
     return -(-width // step) * step
@@ -110,53 +125,17 @@ def check_groups(config: BlockTableConfig, groups: int | Sequence[int]) -> tuple
 
 
 def most_entries(config: BlockTableConfig, layout: Layout, groups: Sequence[int]) -> int:
-    """Return the indices of the largest batch in a CSR layout; 0 for other kinds."""
-    if layout.kind not in ("csr", "token_csr"):
+    """Return the entries of the largest batch in one row for all requests; 0 for kinds that have none."""
+    if layout.kind == "token_requests":
+        return config.max_num_batched_tokens
+    if layout.kind not in CSR_KINDS:
         return 0
     tokens = config.groups[groups[0]].tokens_per_column if layout.kind == "token_csr" else 1
     return config.max_num_reqs * config.width(groups[0]) * tokens
 
 
-def check_capacity(config: BlockTableConfig, filled: IntArray, batch: Batch, out: ExportBuffers) -> None:
-    """Refuse a batch of host arrays whose entries `capacity` would cut; of device arrays the kernels count them.
-
-    Args:
-        config: the geometry.
-        filled: [num_groups, num_rows] int32. Columns in use, as of the last commit.
-        batch: what is exported.
-        out: where to.
-
-    Rules: R27.
-    """
-    layout, rows, seq_lens = out.layout, batch.idx_mapping, batch.seq_lens
-    if out.capacity >= most_entries(config, layout, out.groups) or type(seq_lens) is not np.ndarray:
-        return
-    rows = np.arange(batch.num_reqs) if rows is None else rows
-    if type(rows) is not np.ndarray:
-        return
-    spec = config.groups[out.groups[0]]
-    is_row = (rows >= 0) & (rows < config.num_rows)
-    columns = np.maximum(filled[list(out.groups)].min(0), 0)[np.where(is_row, rows, 0)].astype(np.int64)
-    lengths = np.maximum(seq_lens, 0).astype(np.int64)
-    if spec.is_sharded:
-        lengths = config.context_parallel.local_lengths(lengths)
-    tokens = spec.tokens_per_column
-    if layout.kind == "token_csr":
-        counts = np.minimum(lengths, columns * tokens)
-    else:
-        counts = np.minimum(-(-lengths // tokens), columns)
-    total = int(counts[is_row].sum())
-    if total > out.capacity:
-        raise ArgumentError(
-            f"{layout.name!r} of this batch holds {total} entries, but capacity is {out.capacity}: "
-            f"{total - out.capacity} would be left out; make the set with create_export(capacity={total}) or more."
-        )
-
-
-def check_export(
-    config: BlockTableConfig, layout: Layout, groups: Sequence[int], capacity: int | None
-) -> tuple[int, int]:
-    """Refuse what the groups cannot be exported as; return the capacity and the number of kernel blocks.
+def check_groups_of(config: BlockTableConfig, layout: Layout, groups: Sequence[int]) -> None:
+    """Refuse what the groups cannot be exported as.
 
     Raises:
         ArgumentError: groups of several geometries, or a layout that makes no sense for them.
@@ -176,25 +155,60 @@ def check_export(
         )
     for spec, group in zip(specs, groups, strict=True):
         _check_group(layout, spec, group, spec.is_sharded and config.context_parallel.world_size > 1)
-    if capacity is not None and layout.kind not in ("csr", "token_csr"):
-        raise ArgumentError(f"capacity is for kinds 'csr' and 'token_csr'; {layout.name!r} is {layout.kind!r}.")
-    most = most_entries(config, layout, groups)
-    if capacity is not None:
-        most = int_scalar("capacity", capacity)
-        if not 1 <= most < INT32_LIMIT:
-            raise ArgumentError(f"capacity must be at least 1 and below 2**31, got {most}.")
-    elif most >= INT32_LIMIT:
-        raise ArgumentError(f"{layout.name!r} could need {most} entries, too many for int32: give a smaller capacity.")
-    num_kernel_blocks = 0
-    if layout.kind == "inverse_map":
-        num_kernel_blocks = max((spec.num_blocks or 0) * spec.blocks_per_kv_block for spec in specs)
-    return most, num_kernel_blocks
+
+
+def check_sizes(
+    config: BlockTableConfig, layout: Layout, groups: Sequence[int], capacity: int | None, max_batch: int | None
+) -> tuple[int, int]:
+    """Return the entries and the batch rows of a set of a layout.
+
+    Raises:
+        ArgumentError: they are impossible, or must be given.
+
+    Rules: R27, R34.
+    """
+    is_indexed = layout.kind in CAPACITY_KINDS
+    rows = config.max_num_reqs if max_batch is None else int_scalar("max_batch", max_batch)
+    if not 1 <= rows < INT32_LIMIT:
+        raise ArgumentError(f"max_batch must be at least 1 and below 2**31, got {rows}.")
+    if capacity is None and is_indexed and max_batch is not None:
+        raise ArgumentError(f"{layout.name!r} with max_batch wants a capacity: how many {_unit(layout)} a batch has.")
+    if capacity is not None and not is_indexed:
+        raise ArgumentError(f"capacity is for kinds {', '.join(CAPACITY_KINDS)}; {layout.name!r} is {layout.kind!r}.")
+    most = most_entries(config, layout, groups) if capacity is None else int_scalar("capacity", capacity)
+    if capacity is not None and not 1 <= most < INT32_LIMIT:
+        raise ArgumentError(f"capacity counts {_unit(layout)}, from 1 to 2**31 - 1; got {most}.")
+    if most >= INT32_LIMIT:
+        raise ArgumentError(
+            f"{layout.name!r} of any batch could need {most} entries, one for each of its {_unit(layout)}, too many "
+            f"for int32: make a set with create_export(capacity=...), the {_unit(layout)} of your largest batch, and "
+            "pass it as out=."
+        )
+    return most, rows
+
+
+def _unit(layout: Layout) -> str:
+    """Return what an entry stands for."""
+    return "tokens" if layout.kind in ("token_csr", "token_requests") else "kernel blocks"
+
+
+def num_kernel_blocks_of(config: BlockTableConfig, layout: Layout, groups: Sequence[int]) -> int:
+    """Return the entries of a request in an inverse map; 0 for other kinds."""
+    if layout.kind != "inverse_map":
+        return 0
+    specs = [config.groups[group] for group in groups]
+    return max((spec.num_blocks or 0) * spec.blocks_per_kv_block for spec in specs)
 
 
 def _check_group(layout: Layout, spec: KVCacheGroup, group: int, is_shared_out: bool) -> None:
     kind = layout.kind
-    if kind == "placeholder":
+    if kind in ("placeholder", "token_requests"):
         return
+    if kind == "ring" and spec.slot_mode != "ring":
+        raise ArgumentError(
+            f"{layout.name!r} shows the true positions of a ring, and group {group} has slot_mode={spec.slot_mode!r}; "
+            "export a table of it."
+        )
     if kind != "state":
         check_block_size(spec, [layout])
     if kind in NEEDS_SEQ_LENS and spec.slot_mode == "none":
@@ -234,7 +248,7 @@ class ExportSets:
         self._store = cast(ExportingStore, store)
         self._own: weakref.WeakKeyDictionary[StepBuffers, dict[tuple[Layout, tuple[int, ...]], ExportBuffers]]
         self._own = weakref.WeakKeyDictionary()
-        self._views: weakref.WeakKeyDictionary[ExportBuffers, dict[int, Export]] = weakref.WeakKeyDictionary()
+        self._views: weakref.WeakKeyDictionary[ExportBuffers, dict[Any, Export]] = weakref.WeakKeyDictionary()
         self._tables: weakref.WeakKeyDictionary[StepBuffers, dict[Any, tuple[Any, Export]]]
         self._tables = weakref.WeakKeyDictionary()
 
@@ -282,23 +296,40 @@ class ExportSets:
                 f"groups {groups}."
             )
 
-    def create(self, layout: Layout, groups: tuple[int, ...], capacity: int | None) -> ExportBuffers:
+    def create(
+        self, layout: Layout, groups: tuple[int, ...], capacity: int | None = None, max_batch: int | None = None
+    ) -> ExportBuffers:
         """Allocate one set, and compile what writes it."""
-        most, num_kernel_blocks = check_export(self._config, layout, groups, capacity)
+        check_groups_of(self._config, layout, groups)
+        most, rows = check_sizes(self._config, layout, groups, capacity, max_batch)
+        try:
+            out = self._allocate(layout, groups, most, rows)
+        except MemoryError as error:
+            hint = "give a smaller capacity" if layout.kind in CAPACITY_KINDS else "give a smaller max_batch"
+            raise ArgumentError(
+                f"A set of layout {layout.name!r} for {rows} requests and {most} indices does not fit the memory: "
+                f"{hint}."
+            ) from error
+        self._views[out] = {}
+        if layout.kind != "placeholder":
+            self._warm_up(out)
+        return out
+
+    def _allocate(self, layout: Layout, groups: tuple[int, ...], most: int, rows: int) -> ExportBuffers:
+        num_kernel_blocks = num_kernel_blocks_of(self._config, layout, groups)
         width = export_width(self._config, layout, groups[0])
-        rows, make = self._config.max_num_reqs, self._array  # of a batch
-        is_csr = layout.kind in ("csr", "token_csr")
+        make, is_csr = self._array, layout.kind in CSR_KINDS
         fills = tuple(fill_of(self._config, layout, group) for group in groups)
         shape = {
             "table": (rows, width),
+            "ring": (rows, width),
             "kv_offsets": (rows, 2, width),
-            "csr": (most,),
-            "token_csr": (most,),
+            **dict.fromkeys(CAPACITY_KINDS, (most,)),
             "inverse_map": (rows, num_kernel_blocks),
             "state": (rows,) if layout.state_columns == "first" else (rows, layout.num_columns),
             "placeholder": (rows, 1),
         }.get(layout.kind)
-        out = ExportBuffers(
+        return ExportBuffers(
             layout=layout,
             groups=groups,
             width=width,
@@ -307,17 +338,14 @@ class ExportSets:
             members=self._backend.from_host(np.array(groups, np.int32), self._device),
             fills=fills,
             counts=make((2 * rows + 2,)),
+            max_batch=rows,
             entries=None if shape is None else make((len(groups), *shape), layout.dtype, fills),
-            indptr=make((rows + 1,)) if is_csr else None,
+            indptr=make((rows + 1,)) if layout.kind in CAPACITY_KINDS else None,
             last_page_lens=make((rows,)) if is_csr else None,
             lengths=make((rows,)) if is_csr or layout.kind == "lengths" else None,
             mapped=make((len(groups), rows, width)) if layout.kind == "inverse_map" else None,
-            num_cut=make((1,)) if is_csr else None,
+            num_cut=make((1,)) if layout.kind in PART_KINDS else None,
         )
-        self._views[out] = {}
-        if layout.kind != "placeholder":
-            self._warm_up(out)
-        return out
 
     def _array(self, shape: tuple[int, ...], dtype: str = "int32", fills: tuple[int, ...] = ()) -> Array:
         """Return an array of zeros, or of one number for each entry of its first axis."""
@@ -328,11 +356,14 @@ class ExportSets:
 
     def _warm_up(self, out: ExportBuffers) -> None:
         """Compile every kernel that writes `out`, over batches that leave it as it is."""
-        dummy, zero = (self._backend.from_host(np.array([value], np.int32), self._device) for value in (-1, 0))
+        dummy, zero, starts = (
+            self._backend.from_host(np.array(values, np.int32), self._device) for values in ([-1], [0], [0, 0])
+        )
         seq_lens = zero if needs_seq_lens(out.layout) else None
+        first_tokens = zero if out.layout.kind in PART_KINDS else None
         for batch in (
-            Batch(dummy, None, None, 1, 1, zero, seq_lens=seq_lens),
-            Batch(None, None, None, 0, 0, None, seq_lens=seq_lens),
+            Batch(dummy, starts, None, 1, 1, zero, seq_lens=seq_lens, first_tokens=first_tokens),
+            Batch(None, zero, None, 0, 0, None, seq_lens=seq_lens),
         ):
             self._store.export(out.layout, batch, out, stream=None)
         self._backend.synchronize(self._device)
@@ -347,28 +378,39 @@ class ExportSets:
                 "create_export() before it and pass its result as out=."
             ) from error
 
+    def refuse_allocation(self, stream: int | None) -> None:
+        """Refuse to make a new array on a capturing stream."""
+        try:
+            self._store.write(no_writes(self._config.arena), stream=stream)
+        except BlockTableError as error:
+            raise BlockTableError(
+                "map_positions() without out= allocates, which a capture cannot: pass out=."
+            ) from error
+
     def reset(self, stream: int | None) -> None:
         """Fill every set again (R24)."""
         for out in list(self._views):
             self._store.reset_export(out, stream=stream)
 
-    def view(self, out: ExportBuffers, num_rows: int) -> Export:
-        """Return the result over `num_rows` batch rows, the same object each time."""
+    def view(self, out: ExportBuffers, num_rows: int, num_tokens: int | None = None) -> Export:
+        """Return the result over `num_rows` batch rows, and `num_tokens` tokens, the same object each time."""
         views = self._views[out]
-        found = views.get(num_rows)
+        found = views.get((num_rows, num_tokens))
         if found is None:
-            found = self._make_view(out, num_rows)
+            found = self._make_view(out, num_rows, num_tokens)
             if len(views) >= MAX_CACHED_EXPORTS:
                 views.clear()
-            views[num_rows] = found
+            views[num_rows, num_tokens] = found
         return found
 
-    def _make_view(self, out: ExportBuffers, num_rows: int) -> Export:
+    def _make_view(self, out: ExportBuffers, num_rows: int, num_tokens: int | None) -> Export:
         entries: tuple[Array, ...] = ()
         if out.entries is not None:
-            whole = tuple(out.entries[index] for index in range(len(out.groups)))
-            is_csr = out.indptr is not None
-            entries = whole if is_csr else tuple(shaped(array[:num_rows], out.layout) for array in whole)
+            entries = tuple(out.entries[index] for index in range(len(out.groups)))
+            if num_tokens is not None:
+                entries = tuple(array[:num_tokens] for array in entries)
+            if out.indptr is None:
+                entries = tuple(shaped(array[:num_rows], out.layout) for array in entries)
         return Export(
             out.layout,
             entries,
@@ -391,7 +433,75 @@ def shaped(rows: Array, layout: Layout) -> Array:
         raise ConfigError(message) from None
 
 
-def require_seq_lens(layout: Layout, seq_lens: Array | None) -> None:
-    """Refuse an export without the lengths that it reads."""
+def require_inputs(
+    layout: Layout, seq_lens: Array | None, query_start_loc: Array | None, num_tokens_padded: int | None
+) -> None:
+    """Refuse an export without the arrays that it reads, or with the starts of tokens that it does not."""
     if seq_lens is None and needs_seq_lens(layout):
         raise DtypeError(f"seq_lens must be an int32 array of num_reqs entries for {layout.name!r}, got None.")
+    is_of_tokens = layout.kind == "token_requests"
+    if is_of_tokens and query_start_loc is None:
+        raise DtypeError(
+            f"query_start_loc must be an int32 array of num_reqs + 1 entries for {layout.name!r}, got None."
+        )
+    if not is_of_tokens and (query_start_loc is not None or num_tokens_padded is not None):
+        raise ArgumentError(
+            f"query_start_loc and num_tokens_padded are for kind 'token_requests'; {layout.name!r} is {layout.kind!r}."
+        )
+
+
+def check_first_tokens(config: BlockTableConfig, layout: Layout, groups: Sequence[int], batch: Batch) -> None:
+    """Refuse parts of rows where there are none, and host arrays of first tokens that are no boundaries (R34)."""
+    firsts = batch.first_tokens
+    if firsts is None:
+        return
+    if layout.kind not in PART_KINDS:
+        raise ArgumentError(
+            f"first_tokens mean nothing to {layout.name!r} of kind {layout.kind!r}; kinds {', '.join(PART_KINDS)} take "
+            "them."
+        )
+    for group in groups:
+        if config.groups[group].slot_mode != "linear":
+            raise ArgumentError(
+                f"first_tokens are for linear groups, whose columns stand for positions; group {group} has "
+                f"slot_mode={config.groups[group].slot_mode!r}."
+            )
+    if type(firsts) is not np.ndarray:
+        return
+    spec = config.groups[groups[0]]
+    if batch.idx_mapping is not None and type(batch.idx_mapping) is np.ndarray:
+        firsts = firsts[(batch.idx_mapping >= 0) & (batch.idx_mapping < config.num_rows)]
+    firsts = np.maximum(firsts, 0).astype(np.int64)
+    is_wrong = ~is_boundary(config, spec, firsts)
+    if is_wrong.any():
+        first = int(firsts[is_wrong][0])
+        below, above = nearest_boundaries(config, spec, first)
+        raise ArgumentError(
+            f"first_tokens holds {first}, where no block of {spec.tokens_per_column} tokens begins"
+            f"{' on every rank' if spec.is_sharded and config.context_parallel.world_size > 1 else ''}; the nearest "
+            f"boundaries are {below} and {above}."
+        )
+
+
+def is_boundary(config: BlockTableConfig, spec: KVCacheGroup, tokens: IntArray) -> IntArray:
+    """Say which tokens, [n] int64, a kernel block begins with on every rank (R34)."""
+    if not spec.is_sharded:
+        return np.asarray(tokens % spec.tokens_per_column == 0)
+    shard, found = config.context_parallel, np.ones(tokens.shape, np.bool_)
+    for rank in range(shard.world_size):
+        found &= replace(shard, rank=rank).local_lengths(tokens) % spec.tokens_per_column == 0
+    return found
+
+
+def nearest_boundaries(config: BlockTableConfig, spec: KVCacheGroup, token: int) -> tuple[int, int]:
+    """Return the last boundary before a token that is none, and the first one after it."""
+    shard, size = config.context_parallel, spec.tokens_per_column
+    period = shard.world_size * math.lcm(shard.interleave_size, size) if spec.is_sharded else size
+    start = token // period * period
+    for reach in (min(period, 1 << 12), min(period, 1 << 20)):  # a whole period always has one at each end
+        near = np.arange(max(start, token - reach), min(start + period, token + reach) + 1)
+        found = near[is_boundary(config, spec, near)]
+        before, after = found[found < token], found[found > token]
+        if before.size and after.size:
+            return int(before[-1]), int(after[0])
+    return start, start + period

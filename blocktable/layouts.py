@@ -15,7 +15,19 @@ from typing import Any, Literal, get_args
 from blocktable.config import BlockTableConfig, KVCacheGroup
 from blocktable.errors import ConfigError
 
-Kind = Literal["table", "kv_offsets", "csr", "token_csr", "lengths", "inverse_map", "state", "placeholder"]
+Kind = Literal[
+    "table",
+    "kv_offsets",
+    "csr",
+    "token_csr",
+    "lengths",
+    "inverse_map",
+    "state",
+    "placeholder",
+    "ring",
+    "token_requests",
+    "block_requests",
+]
 StateColumns = Literal["first", "last", "aligned"]
 
 KINDS: dict[Kind, str] = {
@@ -27,8 +39,14 @@ KINDS: dict[Kind, str] = {
     "inverse_map": "for each request, the column of every block of the cache",
     "state": "the blocks that hold each request's states",
     "placeholder": "zeros, for layers that read no cache",
+    "ring": "a ring as attention reads it: its columns repeated over true positions",
+    "token_requests": "the request of each token, and where each request's tokens begin",
+    "block_requests": "the request of each block of a CSR",
 }
 """Kind of a layout -> what it holds."""
+
+ALWAYS_MINUS_1: tuple[Kind, ...] = ("inverse_map", "token_requests", "block_requests")
+"""Kinds whose `null` is -1: 0 is one of their entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +59,8 @@ class Layout:
         kind: what it holds; one of `KINDS`.
         source: where its rules were read.
         dtype: of the entries.
-        shape: of a group's entries. B batch rows, M columns, N kernel blocks of the cache, S state columns, n entries.
+        shape: of a group's entries. B batch rows, M columns, N kernel blocks of the cache, S state columns, n entries,
+            T tokens.
         null: entry of a place that holds no block. -1: the consumer tests for it. None: it reads entries past the
             length, and wants a valid address there: the group's filler, or kernel block 0 where that is -1.
         block_multiple: `kernel_block_size` must be a multiple of it.
@@ -100,9 +119,9 @@ class Layout:
         """Refuse fields that the kind does not know: they would be ignored."""
         kind = self.kind
         wrong = {
-            "dtype": self.dtype != "int32" and kind not in ("table", "state"),
-            "null": (self.null is not None and kind not in ("table", "state", "inverse_map"))
-            or (kind == "inverse_map" and self.null != -1),
+            "dtype": self.dtype != "int32" and kind not in ("table", "state", "ring"),
+            "null": (self.null is not None and kind not in ("table", "state", "ring", *ALWAYS_MINUS_1))
+            or (kind in ALWAYS_MINUS_1 and self.null != -1),
             "entry_scale": self.entry_scale != 1 and kind not in ("table", "kv_offsets"),
             "value_offset": self.value_offset != 0 and kind != "kv_offsets",
             "state_columns": self.state_columns != "first" and kind != "state",
@@ -110,10 +129,11 @@ class Layout:
         }
         for name, is_wrong in wrong.items():
             if is_wrong:
-                reason = ", which is always int32" if name == "dtype" else ""
-                raise ConfigError(
-                    f"Layout {self.name!r}: {name} {getattr(self, name)} means nothing to kind {kind!r}{reason}."
-                )
+                reason, value = ".", getattr(self, name)
+                if name == "dtype":
+                    what = "a CSR is int32" if kind in ("csr", "token_csr") else f"kind {kind!r} is int32"
+                    reason = f": {what}, and its consumers read no other; leave dtype out."
+                raise ConfigError(f"Layout {self.name!r}: {name} {value} means nothing to kind {kind!r}{reason}")
 
     def takes_block_size(self, size: int) -> bool:
         """Say whether the consumer reads kernel blocks of `size` tokens."""
@@ -374,6 +394,51 @@ LOCAL_LENGTHS = Layout(
     kind="lengths",
     shape=("B",),
     source="vLLM: v1/attention/backends/utils.py, get_dcp_local_seq_lens",
+)
+# Plain names: what an attention kernel of your own reads, with no rule of anybody's.
+
+CSR = Layout(
+    name="csr",
+    consumer="any kernel that walks the blocks of all requests by a CSR",
+    kind="csr",
+    shape=("n",),
+    contiguity="strict",
+    source="this contract, R27",
+)
+TOKEN_CSR = Layout(
+    name="token_csr",
+    consumer="any kernel that walks the slots of all requests by a CSR",
+    kind="token_csr",
+    shape=("n",),
+    contiguity="strict",
+    source="this contract, R28",
+    note="its capacity counts tokens: create_export(capacity=...) of the largest batch",
+)
+RING = Layout(
+    name="ring",
+    consumer="attention over a ring group, by true positions",
+    kind="ring",
+    source="this contract, R35",
+    note="what the ring has overwritten, and what num_computed_tokens and the window leave behind, is not in it",
+)
+TOKEN_REQUESTS = Layout(
+    name="token_requests",
+    consumer="kernels that want the request of each token, such as FlashInfer's append_paged_kv_cache (batch_indices)",
+    kind="token_requests",
+    shape=("T",),
+    null=-1,
+    contiguity="strict",
+    source="this contract, R35",
+    note="export takes query_start_loc and num_tokens_padded; indptr holds the padded starts",
+)
+BLOCK_REQUESTS = Layout(
+    name="block_requests",
+    consumer="kernels that walk blocks and want the request of each, beside a CSR of the same batch",
+    kind="block_requests",
+    shape=("n",),
+    null=-1,
+    contiguity="strict",
+    source="this contract, R35",
 )
 
 _ALL = [value for value in list(globals().values()) if isinstance(value, Layout)]

@@ -57,6 +57,7 @@ class Batch:
         num_positions: entries of `positions`; an array may not say it itself.
         wants_tables: whether a fused step must gather; else the caller is given the table's own rows (R10).
         seq_lens: [num_reqs] int32. Batch index -> tokens of the sequence, for exports that need it (R27).
+        first_tokens: [num_reqs] int32. Batch index -> token that the exported part of its row begins with (R34).
     """
 
     idx_mapping: Array | None
@@ -68,6 +69,7 @@ class Batch:
     num_positions: int = 0
     wants_tables: bool = True
     seq_lens: Array | None = None
+    first_tokens: Array | None = None
 
 
 class Writes:
@@ -267,26 +269,30 @@ class ExportBuffers:
         layout: what it holds.
         groups: the groups, of one geometry: equal block sizes, width and sharding.
         width: columns that a batch row may export.
-        capacity: "csr", "token_csr": entries of each group's indices; else 0.
+        max_batch: batch rows: `max_num_reqs`, or what `create_export(max_batch=...)` said.
+        capacity: "csr", "token_csr", "block_requests", "token_requests": entries of each group's array; else 0.
         num_kernel_blocks: "inverse_map": kernel blocks of each group's cache; else 0.
         members: [num_groups] int32. `groups` on the device.
         fills: for each group, what a place without an entry holds: the layout's null, or where that is None a valid
             entry, made of the group's filler, or of block 0 where that is -1 (R25).
-        counts: [2 * max_num_reqs + 2] int32, the backend's own. Entries of each batch row; those of the call before;
+        counts: [2 * max_batch + 2] int32, the backend's own. Entries of each batch row; those of the call before;
             all of them together; all of the call before.
         entries: by kind, C-contiguous; None for "lengths".
-            "table": [num_groups, max_num_reqs, width] of the layout's dtype.
-            "kv_offsets": [num_groups, max_num_reqs, 2, width] int32.
-            "csr", "token_csr": [num_groups, capacity] int32.
-            "inverse_map": [num_groups, max_num_reqs, num_kernel_blocks] int32.
-            "state": [num_groups, max_num_reqs, num_columns] of the layout's dtype; for the first column
-            [num_groups, max_num_reqs], which is the same memory.
-        indptr: "csr", "token_csr": [max_num_reqs + 1] int32. First entry of each request, and their number.
-        last_page_lens: "csr", "token_csr": [max_num_reqs] int32. Tokens in each request's last kernel block.
-        lengths: "csr", "token_csr", "lengths": [max_num_reqs] int32. Tokens of each request that this rank holds.
-        mapped: "inverse_map": [num_groups, max_num_reqs, width] int32, the backend's own. The blocks in the map.
-        num_cut: "csr", "token_csr": [1] int32. Entries that `capacity` has left out, of all calls together since the
-            set was made or reset; at most 2**31 - 1.
+            "table", "ring": [num_groups, max_batch, width] of the layout's dtype.
+            "kv_offsets": [num_groups, max_batch, 2, width] int32.
+            "csr", "token_csr", "block_requests", "token_requests": [num_groups, capacity] int32.
+            "inverse_map": [num_groups, max_batch, num_kernel_blocks] int32.
+            "state": [num_groups, max_batch, num_columns] of the layout's dtype; for the first column
+            [num_groups, max_batch], which is the same memory.
+        indptr: "csr", "token_csr", "block_requests": [max_batch + 1] int32. First entry of each request, and their
+            number. "token_requests": first token of each request, and their number.
+        last_page_lens: "csr", "token_csr", "block_requests": [max_batch] int32. Tokens in each request's last kernel
+            block.
+        lengths: the same and "lengths": [max_batch] int32. Tokens of each request that this rank holds.
+        mapped: "inverse_map": [num_groups, max_batch, width] int32, the backend's own. The blocks in the map.
+        num_cut: all but "state", "ring", "token_requests" and "placeholder": [1] int32. Entries that `capacity` has
+            left out, and first tokens that were rounded down to a boundary, of all calls together since the set was
+            made or reset; at most 2**31 - 1.
     """
 
     layout: Layout
@@ -297,6 +303,7 @@ class ExportBuffers:
     members: Array
     fills: tuple[int, ...]
     counts: Array
+    max_batch: int
     entries: Array | None = None
     indptr: Array | None = None
     last_page_lens: Array | None = None
@@ -365,7 +372,8 @@ class ExportingStore(BlockStore, Protocol):
 
         Args:
             layout: that of `out`.
-            batch: `idx_mapping`, `num_reqs`, `num_computed_tokens` and `seq_lens` matter.
+            batch: `idx_mapping`, `num_reqs`, `num_computed_tokens`, `seq_lens` and `first_tokens` matter, and
+                `query_start_loc` for "token_requests".
             out: made by the core over this backend's `from_host`. Everything the call needs is there: it allocates
                 nothing.
             stream: as `gather`.
@@ -373,6 +381,17 @@ class ExportingStore(BlockStore, Protocol):
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
         """Fill the entries of each group with its `fills` and all else but `members` with 0, trusting nothing (R24)."""
+
+    def map_positions(self, rows: Array, group: int, positions: Array, out: Array, *, stream: int | None) -> None:
+        """Write the slot of each position of each token's row, -1 where it has none (R36).
+
+        Args:
+            rows: [T] int32. Token -> its row; one outside the table stands for none.
+            group: the group, one with slots.
+            positions: [T, K] int32.
+            out: [T, K] int32 or int64, written.
+            stream: as `gather`.
+        """
 
 
 class SlotMapper(Protocol):

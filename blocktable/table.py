@@ -8,14 +8,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from blocktable.batches import BatchChecks, PlannedExport, SeqLens, StepPlan, require_tokens
+from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
 from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ConfigError, DtypeError, UnsupportedError
-from blocktable.exports import Export, ExportSets, check_capacity, check_groups, require_seq_lens
+from blocktable.export_calls import ExportCalls
+from blocktable.exports import ExportSets, check_groups
 from blocktable.host_path import make_rows
 from blocktable.inspection import SlotLocation, locate, verify
-from blocktable.layouts import Layout, find_layout
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, batch_of, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.protocols import (
@@ -23,7 +23,6 @@ from blocktable.protocols import (
     Backend,
     Batch,
     BlockStore,
-    ExportBuffers,
     IntArray,
     SlotMapper,
     Step,
@@ -38,7 +37,7 @@ from blocktable.views import BufferViews, batch_key
 StepPath = Literal["auto", "separate", "fused"]
 
 
-class BlockTable(RowOperations):
+class BlockTable(RowOperations, ExportCalls):
     """Which KV-cache block and slot each token of each request lives in, on the host and on a device.
 
     Row operations change the host only; `commit` (or `step`) makes them visible to kernels. One thread at a time
@@ -248,6 +247,10 @@ class BlockTable(RowOperations):
         """Do a whole step: commit, gather and compute_slot_mappings of all groups.
 
         Args and errors: as those three. When an argument is refused nothing was committed.
+        `num_reqs_padded` and `num_tokens_padded` are the batch rows and the slots that are returned. Left out, nothing
+        is padded: `num_reqs` rows and `len(positions)` slots. The set is written to its end in each case: batch rows
+        after the requests are NULL (with `idx_mapping` None they are the table's own rows), slots after the last real
+        token are PAD.
 
         Returns:
             Views of the set `out`, the same object for the same sizes. Valid until the next call that writes the set.
@@ -323,118 +326,6 @@ class BlockTable(RowOperations):
         For a second model, micro-batches, or a step that is prepared while another runs. Rules: R17.
         """
         return self._views.create()
-
-    # Exports.
-
-    def create_export(
-        self, layout: str | Layout, groups: int | Sequence[int] = 0, *, capacity: int | None = None
-    ) -> ExportBuffers:
-        """Allocate buffers of one layout, and compile what writes them. Waits for the device; not inside a capture.
-
-        Args:
-            layout: a layout, or the name of one of `LAYOUTS`.
-            groups: a group, or several of one geometry, whose counts are then computed once.
-            capacity: "csr", "token_csr": entries of each group's indices. None: enough for any batch.
-
-        Returns:
-            A set for `export(out=)`. Keep the object itself: `invalidate` refills the sets that live.
-
-        Raises:
-            UnsupportedError: the backend does not declare `exports`.
-            ArgumentError, ConfigError: the groups cannot be exported in this layout.
-
-        Rules: R25-R31.
-        """
-        self._require("exports", "create_export()")
-        found, chosen = find_layout(layout), check_groups(self.config, groups)
-        self._exports.refuse_capture(found, self._stream(None, None))
-        return self._exports.create(found, chosen, capacity)
-
-    def export(
-        self,
-        layout: str | Layout,
-        idx_mapping: Array | None,
-        *,
-        groups: int | Sequence[int] = 0,
-        seq_lens: Array | None = None,
-        num_reqs: int | None = None,
-        num_reqs_padded: int | None = None,
-        num_computed_tokens: Array | None = None,
-        out: ExportBuffers | StepBuffers | None = None,
-        stream: Any = None,
-    ) -> Export:
-        """Write the batch, as of the last commit, in the layout that an attention kernel reads. Modifies no row.
-
-        A layout of kind "table" that the batch table itself meets is that batch table: nothing is launched, and the set
-        must hold this batch, as its last `gather` or `step` wrote it, with no commit of changes after that. Device
-        arrays are told apart by their addresses: one that was refilled in place since then is not seen.
-
-        Args:
-            layout: a layout, or the name of one of `LAYOUTS`.
-            idx_mapping: [num_reqs] int32. As `gather`; None: the identity.
-            groups: a group, or several of one geometry.
-            seq_lens: [num_reqs] int32. Tokens of each sequence, over all ranks, this step's included. Needed for CSR,
-                lengths, the inverse map and aligned states.
-            num_reqs: requests; needed where `idx_mapping` is None and nothing else says it.
-            num_reqs_padded: batch rows of the result, the further ones without entries. None: `num_reqs`.
-            num_computed_tokens: [num_reqs] int32. As `gather`.
-            out: what `create_export` made for this layout and these groups; or a set of this table's buffers, to which
-                one such set for each layout belongs, made at the first call. None: the table's own set of buffers.
-            stream: as `gather`.
-
-        Returns:
-            Views, the same object for the same sizes. Valid until the next call that writes the same buffers.
-
-        Raises:
-            UnsupportedError: the backend does not declare `exports`.
-            BlockTableError: the first export into a set that belongs to one of buffers, or host arrays, on a capturing
-                stream.
-            ArgumentError: the batch table is what was asked for, and it holds another batch; or the arrays are the
-                host's, and hold more entries than `capacity`, which device arrays count in `ExportBuffers.num_cut`.
-            ArgumentError, ConfigError, DtypeError: a bad argument. Nothing was launched.
-
-        Rules: R25-R31.
-        """
-        self._require("exports", "export()")
-        found, chosen = find_layout(layout), check_groups(self.config, groups)
-        require_seq_lens(found, seq_lens)
-        batch = self._checks.batch(idx_mapping, None, None, num_reqs, num_reqs_padded, num_computed_tokens, seq_lens)
-        handle = self._stream(stream, seq_lens if idx_mapping is None else idx_mapping)
-        planned = self._plan_export(found, chosen, batch, out, handle)
-        if planned.buffers is None:
-            buffers = self._buffers(out)  # type: ignore[arg-type]
-            self._views.require_held(buffers, batch, self._num_commits, found, chosen)
-        else:
-            check_capacity(self.config, self._rows.committed_filled, batch, planned.buffers)
-        self._run_export(planned, handle)
-        return planned.result
-
-    def _plan_export(
-        self,
-        layout: Layout,
-        groups: tuple[int, ...],
-        batch: Batch,
-        out: ExportBuffers | StepBuffers | None,
-        stream: int | None,
-    ) -> PlannedExport:
-        """Say where an export goes; buffers that belong to a set are made at the first call."""
-        if isinstance(out, ExportBuffers):
-            self._exports.check_own(out, layout, groups)
-            return PlannedExport(layout, batch, out, self._exports.view(out, batch.num_reqs_padded))
-        buffers = self._buffers(out)
-        if self._exports.is_batch_table(layout, groups):
-            tables = self._views.block_tables(buffers, batch)
-            return PlannedExport(layout, batch, None, self._exports.batch_tables(layout, groups, buffers, tables))
-        target = self._exports.find(layout, groups, buffers)
-        if target is None:
-            self._exports.refuse_capture(layout, stream)
-            target = self._exports.create(layout, groups, None)
-            self._exports.keep(target, buffers)
-        return PlannedExport(layout, batch, target, self._exports.view(target, batch.num_reqs_padded))
-
-    def _run_export(self, planned: PlannedExport, stream: int | None) -> None:
-        if planned.buffers is not None and planned.layout.kind != "placeholder":
-            self.store.export(planned.layout, planned.batch, planned.buffers, stream=stream)  # type: ignore[attr-defined]
 
     def step_metadata(
         self,

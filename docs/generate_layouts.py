@@ -42,13 +42,14 @@ own.
 
 ## The layouts
 
-"Block size" is `kernel_block_size`, what most of these kernels call page size. M is the width in columns, B the batch
-rows, S the state columns, N the kernel blocks of the cache, n the entries of all requests. "strict": contiguous with
-canonical strides; "rows": the entries of a row lie side by side, rows may be apart. "null" is the entry of a place that
-holds no block: -1 where the consumer tests for it; "filler" where it reads entries past the length and only wants a
-valid address: the group's filler, or block 0 where that is -1 ([R25](spec.md#exports)). A group with `null_block_id=-1`
-therefore hands its raw batch table, which holds -1, to those alone who test for -1 or stop at the length, as torch's
-PagedAttention and nano-vllm do; vLLM's Triton kernel and FlashAttention 3 do not, and get a copy.
+"Block size" is `kernel_block_size`, what most of these kernels call page size. M is the width in columns, B the
+batch rows, S the state columns, N the kernel blocks of the cache, n the entries of all requests, T the tokens.
+"strict": contiguous with canonical strides; "rows": the entries of a row lie side by side, rows may be apart.
+"null" is the entry of a place that holds no block: -1 where the consumer tests for it; "filler" where it reads
+entries past the length and only wants a valid address: the group's filler, or block 0 where that is -1
+([R25](spec.md#exports)). A group with `null_block_id=-1` therefore hands its raw batch table, which holds -1, to
+those alone who test for -1 or stop at the length, as torch's PagedAttention and nano-vllm do; vLLM's Triton kernel
+and FlashAttention 3 do not, and get a copy.
 """
 
 KIND_NOTES: dict[Kind, str] = {
@@ -60,6 +61,9 @@ KIND_NOTES: dict[Kind, str] = {
     "inverse_map": "-1 for a block that the request does not hold (R30)",
     "state": "`num_columns` is 1 + the speculative tokens (R31)",
     "placeholder": "nothing is launched (R26)",
+    "ring": "with `seq_lens`; what was overwritten, or a window left, is not there (R35)",
+    "token_requests": "with `query_start_loc`; `indptr [B + 1]` holds the padded starts (R35)",
+    "block_requests": "beside the indices of a CSR of the same batch (R35)",
 }
 
 KERNELS = """

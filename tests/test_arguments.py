@@ -176,13 +176,16 @@ def test_ten_thousand_token_counts_keep_a_bounded_number_of_steps() -> None:
     assert num_steps() - before < 2_000
 
 
-def test_left_out_tokens_are_those_of_the_batch() -> None:
-    """Rules: R17."""
-    table = make()
-    table.set_row(0, [1])
+def test_left_out_sizes_are_those_of_the_batch() -> None:
+    """What is returned is not padded; buffers are written to their ends, over a larger batch. Rules: R10, R15, R17."""
+    table = make(max_model_len=32)
+    table.set_rows([0, 1], [np.array([1, 2], np.int32)], [1, 1])
+    table.step(np.array([1, 0, 1], np.int32), np.array([0, 2, 4, 6], np.int32), np.arange(6))
     step = table.step(np.zeros(1, np.int32), np.array([0, 2], np.int32), np.arange(3))
     assert [slots.tolist() for slots in step.slot_mappings] == [[16, 17, -1]]
+    assert [rows[:, :2].tolist() for rows in step.block_tables] == [[[1, 0]]]
     assert table.buffers.slot_mappings[0].tolist() == [16, 17, *[-1] * 14]
+    assert table.buffers.block_tables[0][:, :2].tolist() == [[1, 0], *[[0, 0]] * 3]
 
 
 def test_buffers_that_do_not_fit_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

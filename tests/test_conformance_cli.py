@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from blocktable import PROTOCOL_VERSION
+
 ONE_TEST = ["-k", "no_requests"]
 MUTANTS = Path(__file__).parent / "mutants"
 
@@ -25,7 +27,7 @@ def test_a_backend_by_name(tmp_path: Path) -> None:
     assert verdict_lines(done.stdout) == ["PASS numpy (host): 1 passed, 0 failed, 0 skipped, 12 launches"]
     for part in (
         "backend numpy: numpy (host), from blocktable ",
-        "protocol version: 1",
+        f"protocol version: {PROTOCOL_VERSION}",
         "step paths: separate",
         "device: cpu",
     ):

@@ -109,7 +109,7 @@ def test_a_launch_hands_over_its_arguments_or_raises() -> None:
         device,
         lambda *call: launched.append(call),
     )
-    arguments = (1 << 40, 2, 3, 4, 1 << 41, 5, 1 << 42, 1 << 43, 1 << 44)
+    arguments = (1 << 40, 2, 3, 4, 5, 1 << 41, 6, 1 << 42, 1 << 43, 1 << 44)
     kernel((6, 7), arguments, 99)
     ((*head, pointers, extra),) = launched
     assert (head, extra) == ([77, 6, 7, 1, 128, 1, 1, 0, 99], 0)

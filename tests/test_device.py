@@ -50,11 +50,14 @@ def ints(address: int, size: int, kind: Any = ctypes.c_int32) -> Any:
 
 
 def apply_changes(a: Any) -> None:
-    memory, sizes = ints(a.arena, a.arena_size), (a.num_singles, a.num_ranges, a.num_range_values, a.num_null_ranges)
-    ends = np.cumsum([sizes[0], sizes[0], sizes[1], sizes[1], sizes[2], sizes[3]])
-    places, values, *ranges, nulls, null_starts = np.split(ints(a.changes, ends[-1] + sizes[3]), ends)
+    memory, sizes = ints(a.arena, a.batch_entries), (a.num_singles, a.num_ranges, a.num_range_values)
+    ends = np.cumsum([sizes[0], sizes[0], sizes[1], sizes[1], sizes[2], *2 * [a.num_constant_ranges]])
+    places, values, *ranges, first, parts, constants = np.split(ints(a.changes, ends[-1] + a.num_constant_ranges), ends)
     memory[places] = values
-    for offsets, starts, values in (ranges, (nulls, null_starts, np.zeros(a.num_nulls, np.int32))):
+    for offsets, starts, values in (
+        ranges,
+        (first, parts, np.repeat(constants, np.diff([*parts, a.num_constants]))),
+    ):
         for offset, start, end in zip(offsets, starts, [*starts, values.size][1:], strict=True):
             memory[offset : offset + end - start] = values[start:end]
     if a.copy_parts:  # no counts are copied: an old batch is cleared without them here
@@ -62,14 +65,14 @@ def apply_changes(a: Any) -> None:
 
 
 def null_stale_columns(a: Any) -> None:
-    ints(a.batch, a.arena_size)[a.num_groups * a.max_num_reqs :] = bt.NULL_BLOCK_ID
+    ints(a.batch, a.batch_entries)[a.num_groups * a.max_num_reqs :] = bt.NULL_BLOCK_ID
 
 
 def gather_block_tables(a: Any) -> None:
-    source, target, view = ints(a.arena, a.arena_size), ints(a.batch, a.arena_size), CONFIG.arena.view
+    source, target, view = ints(a.arena, a.batch_entries), ints(a.batch, a.batch_entries), CONFIG.arena.view
     for group in range(a.num_groups):
         for i, row in enumerate(ints(a.idx_mapping, a.num_reqs)):
-            if 0 <= row < a.max_num_reqs:
+            if 0 <= row < a.max_num_rows:
                 filled = view(source, -1)[group, row]
                 view(target, group)[i, :filled] = view(source, group)[row, :filled]
 
@@ -83,7 +86,7 @@ def map_slots(a: Any) -> None:
         for i, row in enumerate(ints(a.idx_mapping, a.num_reqs)):
             for token in range(starts[i], starts[i + 1]):
                 column, offset = divmod(positions[token], size)
-                if 0 <= row < a.max_num_reqs and column < view(source, -1)[group, row]:
+                if 0 <= row < a.max_num_rows and column < view(source, -1)[group, row]:
                     out[token] = view(source, group)[row, column] * size + offset
 
 
@@ -100,7 +103,7 @@ def step_batch(a: Any) -> None:
 
 def apply_changes_by_value(a: Any) -> None:
     counts = zip(
-        ("num_singles", "num_ranges", "num_range_values", "num_null_ranges", "num_nulls"),
+        ("num_singles", "num_ranges", "num_range_values", "num_constant_ranges", "num_constants"),
         ints(a.changes, 5),
         strict=True,
     )
@@ -321,7 +324,7 @@ def test_a_host_waits_only_beyond_the_steps_in_flight(
         table.commit() if call == "commit" else table.step(*inputs)
         if turn == 0:
             table.commit()  # of nothing, which takes no block
-    assert driver.num_waits == (0 if change_sizes and call == "step" else 1)
+    assert driver.num_waits == (0 if change_sizes else 1)
     assert table.backend.to_host(table.device_table(0))[0, 0] == turn + 1
 
 
@@ -532,6 +535,49 @@ def test_mapped_memory_is_used_where_kernels_see_what_the_host_writes(is_seen: b
 
         driver.kernel = lambda name, options: Kernel(driver, name, apply_once)  # type: ignore[method-assign]
     assert mapped_memory_works(driver) == is_seen
+
+
+class Pageable(FakeDriver):
+    """A device whose host may pin no memory: none of it is mapped."""
+
+    is_emulated = False
+
+    def host_block(self, entries: int) -> Any:
+        if self.is_mapped:
+            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+        return super().host_block(entries)
+
+
+def test_changes_are_copied_where_no_mapped_memory_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R9."""
+    backend = FakeBackend(kind=Pageable)
+    backend.is_emulated = False
+    monkeypatch.setattr(backend, "graph_problem", lambda: "a fake has none")
+    table = bt.BlockTable(CONFIG, backend)
+    assert backend.fallbacks == (
+        "changes travel in pinned memory and copies: mapped memory is not used here",
+        "steps are separate launches: a fake has none",
+    )
+    table.set_row(1, ([5, 6], [7]))
+    table.commit()
+    table.verify()
+    monkeypatch.setenv("BLOCKTABLE_STAGING", "mapped")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bt.BlockTable(CONFIG, backend)
+
+
+@pytest.mark.parametrize("staged", ["auto", "copy"])
+def test_a_kernel_writes_to_the_host_only_where_memory_is_mapped(staged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R9."""
+    monkeypatch.setenv("BLOCKTABLE_STAGING", staged)
+    table, driver = make(FUSED)
+    inputs = device_inputs(table, [0], [0, 1], [0])
+    for block_id in range(1, 6):
+        table.set_row(0, ([block_id], [block_id]))
+        table.step(*inputs)
+    driver.streams.drain()
+    memory: Any = table.store
+    assert (memory._marks.shown[0] > 0) == (staged == "auto")
 
 
 def test_changes_by_value_are_refused_where_no_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,10 @@ sys.path.append(str(ENGINE))  # stays: modules of the engine import one another 
 import model_runner
 import proof.variants
 from attention import View, attend_in_torch
+from encoder_decoder import CROSS, Queries, Server
 from model import FULL, STATE, WINDOW
 from model_runner import Rank
+from proof.encoder_decoder import report_encoder_decoder, run_encoder_decoder, table_config
 from proof.variants import Variant, all_variants, run
 from request import Request
 from scheduler import Scheduler
@@ -56,6 +58,16 @@ def test_tokens_are_those_of_a_dense_cache(variant: Variant) -> None:
     assert result.is_pass, result.report(variant)
     assert result.num_requests == 22
     assert result.smallest_gap > 1e-4, "too close to call in float32"
+
+
+@pytest.mark.parametrize("backend", ["numpy", *EMULATED])
+def test_an_encoder_decoder_gets_the_tokens_of_a_dense_cache(backend: str) -> None:
+    """Rules: R5, R12-R15, R33."""
+    if DEVICE == "cpu" and backend in EMULATED and os.environ.get(EMULATED[backend]) != "1":
+        pytest.skip(f"wants a GPU, or {EMULATED[backend]}=1: tox -e engine")
+    is_pass, report = report_encoder_decoder(serving(backend=backend))
+    assert is_pass, report
+    assert "12 tasks, 133 new tokens" in report
 
 
 @pytest.mark.parametrize(
@@ -106,7 +118,7 @@ def test_a_feature_that_never_happened_fails() -> None:
 def test_the_engine_can_be_read_in_one_sitting() -> None:
     """Its own files, without those of `proof`; blank lines, comments and docstrings do not count."""
     num_lines = sum(map(lines_of_code, ENGINE.glob("*.py")))
-    assert num_lines < 630, num_lines
+    assert num_lines < 760, num_lines
 
 
 def lines_of_code(path: Path) -> int:
@@ -194,6 +206,10 @@ def test_the_engine_over_the_kernel(kernel: Any) -> None:
     result = run(serving(attention="triton", world_size=2), numbers=[1, 8])
     assert not result.wrong
     assert result.counts["rollbacks"]
+
+
+def test_the_encoder_decoder_over_the_kernel(kernel: Any) -> None:
+    assert not run_encoder_decoder(serving(attention="triton"))
 
 
 def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
@@ -385,3 +401,70 @@ def test_a_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.wrong, f"{name} changed no token"
     assert not result.is_pass
     assert result.report(variant).startswith("FAIL")
+
+
+# And faults in the encoder-decoder.
+
+
+def ordinary_group(monkeypatch: pytest.MonkeyPatch) -> bt.BlockTableConfig:
+    """The cross group is an ordinary one: a decoder's tokens have slots there, and overwrite the source."""
+    groups = list(table_config().groups)
+    groups[1] = replace(groups[1], slot_mode="linear")
+    return replace(table_config(), groups=groups)
+
+
+def source_misplaced(monkeypatch: pytest.MonkeyPatch) -> bt.BlockTableConfig:
+    """The source is written one slot too far."""
+    keep = Server.keep
+
+    def keep_elsewhere(self: Server, layer: int, key: Any, value: Any) -> None:
+        self.caches[layer] = self.caches[layer].roll(-1, 1)
+        keep(self, layer, key, value)
+        self.caches[layer] = self.caches[layer].roll(1, 1)
+
+    monkeypatch.setattr(Server, "keep", keep_elsewhere)
+    return table_config()
+
+
+def queries_changed(change: Callable[[Server, Queries], None]) -> Callable[..., bt.BlockTableConfig]:
+    """The cross-attention reads something else than what the table says."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> bt.BlockTableConfig:
+        fill = Server.fill
+
+        def fill_and_change(self: Server) -> None:
+            fill(self)
+            change(self, self.queries[CROSS])
+
+        monkeypatch.setattr(Server, "fill", fill_and_change)
+        return table_config()
+
+    return plant
+
+
+def lengths_of_the_decoder(self: Server, queries: Queries) -> None:
+    self.queries[CROSS] = self.queries[FULL]
+
+
+def last_token_unseen(self: Server, queries: Queries) -> None:
+    queries.positions, queries.num_computed_tokens = queries.positions - 1, queries.num_computed_tokens - 1
+
+
+def table_of_the_decoder(self: Server, queries: Queries) -> None:
+    view = self.views[CROSS]
+    self.views[CROSS] = replace(view, block_table=self.views[FULL].block_table[:, : view.block_table.shape[1]])
+
+
+ENCODER_DECODER_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], bt.BlockTableConfig]] = {
+    "an ordinary group": ordinary_group,
+    "the source misplaced": source_misplaced,
+    "lengths of the decoder": queries_changed(lengths_of_the_decoder),
+    "the last token of the source unseen": queries_changed(last_token_unseen),
+    "the table of the decoder": queries_changed(table_of_the_decoder),
+}
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODER_FAULTS)
+def test_a_planted_fault_in_the_encoder_decoder_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ENCODER_DECODER_FAULTS[name](monkeypatch)
+    assert run_encoder_decoder(serving(), config), f"{name} changed no token"

@@ -14,7 +14,6 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,48 +291,3 @@ def test_sleep_and_wake(engine: Engine) -> None:
 def test_a_stand_in_refuses_a_commit_in_a_capture(engine: Engine) -> None:
     with capturing(CapturedCalls()), pytest.raises(bt.BlockTableError, match="captured"):
         engine.runner.table.commit()
-
-
-def first_slots(group: bt.KVCacheGroup, block_ids: list[int], positions: list[int]) -> tuple[list[int], list[int]]:
-    """Return the batch row and the slots of a request that an engine with such a group has."""
-    config = bt.BlockTableConfig(groups=[group], max_num_reqs=2, max_num_batched_tokens=4, max_model_len=16)
-    table = bt.BlockTable(config, "numpy")
-    table.set_row(0, block_ids)
-    starts = np.array([0, len(positions)], np.int32)
-    step = table.step(np.array([0], np.int32), starts, np.array(positions), num_tokens_padded=4)
-    return step.block_tables[0][0, :4].tolist(), step.slot_mappings[0].tolist()
-
-
-def test_vllm_reserves_block_0() -> None:
-    """Rules: R5, R7."""
-    group = bt.KVCacheGroup(block_size=4, sliding_window=6, allow_null=True)
-    assert first_slots(group, [0, 5], [4, 5]) == ([0, 5, 0, 0], [20, 21, -1, -1])
-
-
-def test_nano_vllm_gives_block_0_out() -> None:
-    """Rules: R5, R7, R12."""
-    group = bt.KVCacheGroup(block_size=4, null_block_id=-1)
-    assert first_slots(group, [0, 5], [3, 4]) == ([0, 5, -1, -1], [3, 20, -1, -1])
-
-
-def test_transformers_writes_padding_to_a_slot_after_the_cache() -> None:
-    """And so does plain torch, for which -1 is the last slot. Rules: R13."""
-    group = bt.KVCacheGroup(block_size=4, num_blocks=6, null_block_id=-1, pad_slot_id=24)
-    cache = np.zeros(25)
-    _, slots = first_slots(group, [5, 0], [0, 9])
-    cache[slots] = 1
-    assert slots == [20, 24, 24, 24]
-    assert np.flatnonzero(cache[:24]).tolist() == [20]
-
-
-def test_tensorrt_llm_reads_a_block_of_its_own_past_the_end() -> None:
-    """Rules: R5, R13, R29."""
-    group = bt.KVCacheGroup(block_size=4, num_blocks=6, null_block_id=5, pad_slot_id=23)
-    assert first_slots(group, [0, 3], [1, 8]) == ([0, 3, 5, 5], [1, 23, 23, 23])
-    config = bt.BlockTableConfig(groups=[group], max_num_reqs=1, max_num_batched_tokens=4, max_model_len=16)
-    table = bt.BlockTable(config, "numpy")
-    table.set_row(0, [0, 3])
-    table.commit()
-    layout = replace(bt.LAYOUTS["tensorrt_llm"], entry_scale=2, value_offset=1)
-    entries = table.export(layout, np.array([0], np.int32)).entries[0]
-    assert entries[0, :, :4].tolist() == [[0, 6, 10, 10], [1, 7, 10, 10]]

@@ -83,7 +83,7 @@ FAULTS = {
                 "(column < num_entries)": "(row >= 0)",
                 "is_valid & (column < columns)": "is_valid",
             },
-            "cupy": {"column < width ?": "column < 2 * width ?", "if (column >= columns) return PAD_SLOT_ID;": ""},
+            "cupy": {"column < width ?": "column < 2 * width ?", "if (column >= columns) return pad;": ""},
             "numba": {
                 "is_valid & (column < width)": "is_valid & (column < 2 * width)",
                 "is_valid & (column < columns)": "is_valid",
@@ -105,7 +105,7 @@ FAULTS = {
         {
             "triton": {"tl.maximum(tl.load(batch_ptr + batch_entries), num_reqs_padded)": "num_reqs_padded"},
             "cupy": {"= held_rows > num_reqs_padded ? held_rows : num_reqs_padded;": "= num_reqs_padded;"},
-            "numba": {"max(batch[arena_size], num_reqs_padded)": "num_reqs_padded"},
+            "numba": {"max(batch[batch_entries], num_reqs_padded)": "num_reqs_padded"},
         },
     ),
     "columns_of_a_longer_row_stay": Fault(
@@ -169,8 +169,8 @@ FAULTS = {
         "separate and (null_block_spans or tokens_in_holes)",
         {
             "triton": {"< blocks_per_kv_block.to(tl.uint32)": "< 1"},
-            "cupy": {"block_id < groups[g].blocks_per_kv_block": "block_id < 1"},
-            "numba": {"block_id >= groups[group + BLOCKS_PER_KV_BLOCK]": "block_id >= 1"},
+            "cupy": {"&& is_missing(groups[g], block_id)": "&& block_id == groups[g].null_start"},
+            "numba": {"(entry - null_start) < blocks_per_kv_block": "(entry - null_start) < 1"},
         },
     ),
     "window_is_one_short": Fault(
@@ -194,27 +194,60 @@ FAULTS = {
     "null_behind_a_row_is_block_0": Fault(
         "R5",
         "what_stands_where_no_block_is",
-        {"triton": {"column, filler, mask=is_stale)": "column, 0, mask=is_stale)"}},
+        {
+            "triton": {"column, filler, mask=is_stale)": "column, 0, mask=is_stale)"},
+            "cupy": {"int filler = (int)groups[g].filler;\n  int*": "int filler = 0;\n  int*"},
+            "numba": {"batch[batch_row + column] = filler\n": "batch[batch_row + column] = 0\n"},
+        },
     ),
     "null_before_a_window_is_block_0": Fault(
         "R11",
         "what_stands_where_no_block_is",
-        {"triton": {"mask=is_kept, other=filler)": "mask=is_kept, other=0)"}},
+        {
+            "triton": {"mask=is_kept, other=filler)": "mask=is_kept, other=0)"},
+            "cupy": {"int filler = (int)groups[g].filler;\n    for": "int filler = 0;\n    for"},
+            "numba": {
+                "filler if HAS_WINDOWS and column < first": "0 if HAS_WINDOWS and column < first",
+                "filler if HAS_WINDOWS and other < first": "0 if HAS_WINDOWS and other < first",
+            },
+        },
     ),
     "constant_range_is_block_0": Fault(
         "R9",
         "what_stands_where_no_block_is",
-        {"triton": {"(value - start), stored,": "(value - start), stored * (0 if IS_CONSTANT else 1),"}},
+        {
+            "triton": {"(value - start), stored,": "(value - start), stored * (0 if IS_CONSTANT else 1),"},
+            "cupy": {"= constants[range_index];": "= 0;"},
+            "numba": {"arena[place] = changes[values + range_index]": "arena[place] = 0"},
+        },
     ),
     "pad_is_minus_1": Fault(
         "R13",
         "slots_of_pad_are_the_groups_own",
-        {"triton": {"is_valid, slot, pad_slot_id)": "is_valid, slot, -1)"}},
+        {
+            "triton": {"is_valid, slot, pad_slot_id)": "is_valid, slot, -1)"},
+            "cupy": {"int64 pad = groups[g].pad_slot_id;": "int64 pad = -1;"},
+            "numba": {"if is_valid else pad_slot_id": "if is_valid else np.int64(-1)"},
+        },
+    ),
+    "chunk_pad_is_minus_1": Fault(
+        "R13",
+        "more_tokens_than_a_tile",
+        {"cupy": {"int64 pad = groups[g].pad_slot_id, columns": "int64 pad = -1, columns"}},
+    ),
+    "chunk_has_no_holes": Fault(
+        "R13",
+        "more_tokens_than_a_tile",
+        {"cupy": {"|| !is_missing(groups[g], block_id)": "|| true"}},
     ),
     "ring_repeats_in_a_step": Fault(
         "R14",
         "step_longer_than_its_ring",
-        {"triton": {"is_valid & (tl.maximum(last_position, 0) - position < ring)": "is_valid"}},
+        {
+            "triton": {"is_valid & (tl.maximum(last_position, 0) - position < ring)": "is_valid"},
+            "cupy": {"ring == 0 || (last > 0 ? last : 0) - position >= ring": "ring == 0"},
+            "numba": {"is_valid & (max(last_position, 0) - local < ring)": "is_valid"},
+        },
     ),
     # The fused step.
     "fused_single_change_is_lost": Fault(
@@ -377,7 +410,17 @@ FAULTS = {
     "export_fill_is_block_0": Fault(
         "R25",
         "what_a_layout_puts",
-        {"triton": {"nulls[2] * entry_scale)": "0)"}},
+        {
+            "triton": {"nulls[2] * entry_scale)": "0)"},
+            "cupy": {"larger(0, groups[g].filler) * entry_scale": "0"},
+            "numba": {"max(groups[group + FILLER], 0) * entry_scale": "0"},
+        },
+        "exports",
+    ),
+    "export_counts_no_cut": Fault(
+        "R27",
+        "separate and small_capacity",
+        {"cupy": {"num_cut[0] + (before - start)": "num_cut[0]"}},
         "exports",
     ),
     "export_counts_no_cut": Fault(

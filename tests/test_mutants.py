@@ -72,7 +72,8 @@ def test_a_wrong_backend_is_caught(kernel_verdicts: dict[str, dict[str, Any]], n
 def export_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("exports") / "verdict.json"
     # Without the cases of large tables: a failure holds on to its own, and all wrong exports run in one process.
-    selection = "test_exports.py and not equal and not any_history and not long_rows and not bits"
+    chosen = "(test_exports.py or test_export_parts.py)"
+    selection = f"{chosen} and not equal and not on_the_host_are and not any_history and not long_rows and not bits"
     return verdicts_of("plain_exports:PlainExportBackend", "wrong_exports", wrong_exports.CAUGHT_BY, selection, path)
 
 

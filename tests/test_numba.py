@@ -149,6 +149,55 @@ print(names())
 
 
 @NEEDS_NUMBA
+def test_memory_that_cannot_be_pinned_is_pageable_where_changes_are_copied() -> None:
+    """Where kernels read the host's memory the refusal is passed on. Rules: R9."""
+    printed = run_source(
+        FAKE
+        + """
+def refuse(*arguments):
+    return real_driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+refuse.__name__ = "cuMemHostAlloc"
+module.driver.cuMemHostAlloc = refuse
+try:
+    device.host_block(8)
+except module.BlockTableError as error:
+    print(error)
+device.is_mapped = False
+block = device.host_block(8)
+print(block.address == 1 << 40, block.host.size, block.copy.size)
+names()
+device.send(block, 3, 5)
+print(names())
+"""
+    )
+    assert printed.splitlines() == [
+        "The CUDA driver refused cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY.",
+        "True 8 8",
+        "MemcpyHtoDAsync",
+    ]
+
+
+@NEEDS_NUMBA
+def test_memory_is_filled_with_any_value_by_the_driver() -> None:
+    """Only values of 8 bytes that are no byte repeated take a copy. Rules: R5, R15."""
+    printed = run_source(
+        FAKE
+        + """
+arrays = []
+for value, dtype in ((-1, "int64"), (10, "int32"), (-3, "int32"), (41, "int64")):
+    arrays.append(device.full(6, value, dtype))
+    print(*[entry[2:] for entry in log if entry[0].startswith("cuMemset")], names().split()[3:])
+"""
+    )
+    assert printed.splitlines() == [
+        "(255, 48, 1) ['MemsetD8Async']",
+        "(10, 6, 1) ['MemsetD32Async']",
+        f"({2**32 - 3}, 6, 1) ['MemsetD32Async']",
+        "['MemcpyHtoDAsync', 'StreamSynchronize']",
+    ]
+
+
+@NEEDS_NUMBA
 def test_the_legacy_stream_has_one_handle_and_is_never_asked_about() -> None:
     """Rules: R22."""
     printed = run_source(
@@ -196,7 +245,8 @@ def test_changes_arrive_however_they_travel(staging: str) -> None:
     source = """
 for block_id in range(5, 12):
     table.set_row(1, [[block_id, block_id + 1], [3, 4]])
-    slots = table.backend.to_host(table.step(*inputs).slot_mappings[0])
+    table.step(*inputs)
+    slots = table.backend.to_host(table.buffers.slot_mappings[0])
     assert slots.tolist() == [4 * block_id + 1, 4 * block_id + 6] + [-1] * 6, slots
     table.verify()
 """
@@ -238,8 +288,8 @@ def test_a_simulated_launch_refuses_what_a_gpu_could_not_take() -> None:
 import struct
 from blocktable.device import KernelOptions
 batch, kernel = driver.address(table.buffers.batch), driver.kernel("null_stale_columns", KernelOptions())
-arguments = [driver.address(inputs[0]), 1, 1, 3, batch, 2, batch, 1 << 20, batch]
-for place, value in ((1, 2**32 + 1), (7, 1 << 20)):  # beyond int32; beyond the array
+arguments = [driver.address(inputs[0]), 1, 1, 3, 3, batch, 2, batch, 0, batch]
+for place, value in ((1, 2**32 + 1), (8, 1 << 20)):  # beyond int32; beyond the array
     try:
         kernel((1, 1), [*arguments[:place], value, *arguments[place + 1 :]], 1)
     except (struct.error, IndexError) as error:

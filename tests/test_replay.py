@@ -75,6 +75,29 @@ OPTIONS = {
         "fork_every": 2,
         "lookahead": 2,
     },
+    "no null": {
+        "groups": (FULL, WINDOWED),
+        "num_blocks": 130,
+        "null_block_id": -1,
+        "fork_every": 3,
+        "max_num_rows": 40,
+    },
+    "null inside": {
+        "groups": (
+            dataclasses.replace(FULL, pad_slot_id=7 * 16 + 5, null_block_id=7),
+            dataclasses.replace(WINDOWED, pad_slot_id=9 * 64 + 5, null_block_id=9),
+        ),
+        "num_blocks": 130,
+        "max_num_rows": 12,
+        "dummy_every": 5,
+    },
+    "pad after the cache": {
+        "groups": (FULL, bt.KVCacheGroup(block_size=4, slot_mode="cross", blocks_per_row=3)),
+        "num_blocks": 200,
+        "pad_slot_id": 200 * 16,
+        "max_num_reqs": 9,
+        "max_num_rows": 21,
+    },
     "small budget": {"max_num_batched_tokens": 7, "max_num_reqs": 9, "step_ms": 2.0},
     "everything": {
         "groups": (FULL, WINDOWED),
@@ -90,6 +113,8 @@ SEEN_BY = {
     "preempted": ("preemptions", "resumes", "shared_blocks"),
     "drafts": ("rollbacks",),
     "windowed": ("evictions",),
+    "no null": ("evictions", "forks", "shared_blocks"),
+    "null inside": ("evictions", "dummy_steps", "shared_blocks"),
     "small budget": ("chunked_prefills",),
     "state groups": ("forks", "shared_blocks"),
     "everything": [field.name for field in dataclasses.fields(Counters)],
@@ -315,6 +340,32 @@ def test_parts_of_a_trace(csv: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ended after 4 steps, before it was over" in capsys.readouterr().out
     assert cli.main(["replay", csv, "--from", "1h"]) == cli.USAGE_ERROR
     assert "no request lies in the part that --from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", ["stable", "dense"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--null-block-id", "-1", "--pad-slot-id", "-9", "--max-num-rows", "5"], "null_block_id=-1"),
+        (["--null-block-id", "299", "--pad-slot-id", "999999999", "--max-num-rows", "70"], "null_block_id=299"),
+    ],
+)
+def test_nulls_pads_and_rows_of_the_command(options: list[str], said: str, rows: str, tmp_path: Path) -> None:
+    """The synthetic trace passes, and what was recorded of it passes again."""
+    path, numbers = tmp_path / "run.btrace", tmp_path / "numbers.json"
+    arguments = ["replay", "--quiet", "--json", str(numbers), "--max-steps", "300"]
+    assert cli.main([*arguments, "--record", str(path), "--rows", rows, *options]) == 0
+    summary = json.loads(numbers.read_text())
+    assert all(said in group for group in summary["config"]["groups"])
+    assert summary["config"]["num_rows"] == int(options[-1])
+    assert summary["config"]["max_num_reqs"] == synthetic.EXERCISE.max_num_reqs
+    assert cli.main([*arguments, str(path)]) == 0
+    assert json.loads(numbers.read_text())["trace"]["digests"] == 300
+
+
+def test_a_null_block_outside_the_cache_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", "--null-block-id", "300"]) == cli.USAGE_ERROR
+    assert "null_block_id 300 is outside the cache" in capsys.readouterr().err
 
 
 def test_requests_that_do_not_fit(csv: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The replay's checker says what the suite's plain-Python oracle says, and names what differs. Rules: R10-R15."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -112,7 +113,8 @@ def expected() -> ExpectedStep:
     return ExpectedStep(
         block_tables=(np.array([[7, 8], [9, 0]], np.int32),),
         table_shapes=((3, 4),),
-        slot_mappings=(np.array([28, 29, 36, -1, -1]),),
+        fillers=(0,),
+        slot_mappings={0: np.array([28, 29, 36, -1, -1])},
         query_start_loc=np.array([0, 2, 3], np.int32),
         positions=np.array([0, 1, 0]),
     )
@@ -153,6 +155,19 @@ def test_a_wrong_table_entry_is_named(expected: ExpectedStep, row: int, column: 
     table[row, column] = got
     count, (named,) = compare_block_table(expected, 0, table, NAMES)
     assert (count, str(named)) == (1, said)
+
+
+@pytest.mark.parametrize("filler", [-1, 12])
+def test_padding_holds_the_filler(expected: ExpectedStep, filler: int) -> None:
+    """Rules: R5, R10."""
+    other = dataclasses.replace(expected, fillers=(filler,))
+    table = np.full((3, 4), filler, np.int32)
+    table[:2, :2] = expected.block_tables[0]
+    assert compare_block_table(other, 0, table, NAMES) == (0, ())
+    table[2, 3] = table[0, 2] = 0
+    count, named = compare_block_table(other, 0, table, NAMES)
+    assert count == 2
+    assert [str(entry).split(": ")[1] for entry in named] == [f"expected {filler}, got 0 (R10, R11)"] * 2
 
 
 def test_wrong_shapes_are_named(expected: ExpectedStep) -> None:

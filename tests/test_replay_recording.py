@@ -17,13 +17,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis.stateful import run_state_machine_as_test
 
 import blocktable as bt
 from blocktable import cli
-from blocktable_conformance.oracle import OracleTable
+from blocktable.observer import OBSERVED_CALLS, OpenRecording
+from blocktable_conformance import profiles
+from blocktable_conformance.oracle import OracleTable, Refused
+from blocktable_conformance.subject import Subject
+from blocktable_conformance.test_stateful import TableHistory
 from blocktable_numpy import NumpyBackend, NumpyBlockStore, NumpySlotMapper
 from blocktable_replay import synthetic
-from blocktable_replay.btrace import MAGIC, Foreign, Frame, Recording, RecordingError, frames_of, put_frame, write_head
+from blocktable_replay.btrace import (
+    CALLS,
+    MAGIC,
+    VERSION,
+    Foreign,
+    Frame,
+    Recording,
+    RecordingError,
+    frames_of,
+    put_frame,
+    write_head,
+)
 from blocktable_replay.lane import Lane
 from blocktable_replay.player import Player
 from blocktable_replay.progress import SilentProgress
@@ -42,6 +58,43 @@ CONFIG = bt.BlockTableConfig(
     max_num_batched_tokens=24,
     max_model_len=64,
 )
+NO_NULL = bt.BlockTableConfig(
+    groups=[
+        bt.KVCacheGroup(block_size=4, null_block_id=-1),
+        bt.KVCacheGroup(
+            block_size=8, kernel_block_size=2, sliding_window=9, null_block_id=-1, allow_null=True, pad_slot_id=-7
+        ),
+        bt.KVCacheGroup(block_size=4, slot_mode="cross", blocks_per_row=5),
+    ],
+    max_num_reqs=6,
+    max_num_batched_tokens=24,
+    max_model_len=64,
+    max_num_rows=4,
+)
+NULL_INSIDE = bt.BlockTableConfig(
+    groups=[
+        bt.KVCacheGroup(block_size=4, null_block_id=3, pad_slot_id=13),
+        bt.KVCacheGroup(
+            block_size=8,
+            kernel_block_size=2,
+            num_blocks=100,
+            sliding_window=9,
+            null_block_id=5,
+            allow_null=True,
+            null_is_pad=True,
+            pad_slot_id=803,
+        ),
+        bt.KVCacheGroup(block_size=4, slot_mode="cross", blocks_per_row=5, null_block_id=99),
+    ],
+    max_num_reqs=6,
+    max_num_batched_tokens=24,
+    max_model_len=64,
+    max_num_rows=9,
+)
+CONFIGS = pytest.mark.parametrize(
+    "config", [CONFIG, NO_NULL, NULL_INSIDE], ids=["plain", "no null, fewer rows", "null inside, more rows"]
+)
+HOST_PATHS = pytest.mark.parametrize("host_path", ["numpy", "compiled"])
 
 
 class Wrong(NumpyBackend):
@@ -78,32 +131,47 @@ def drive(table: bt.BlockTable, seed: int, num_calls: int = 300) -> None:
 
 
 def one_call(table: bt.BlockTable, chance: random.Random, more: bt.StepBuffers) -> None:
-    row, other = chance.randrange(7), chance.randrange(6)  # row 6 does not exist
-    rows = chance.sample(range(6), chance.randint(0, 4))
-    counts = [[chance.randint(0, 3) for _ in rows] for _ in CONFIG.groups]
-    ids = [[chance.randint(1, 99) for _ in range(sum(group))] for group in counts]
+    num_rows, num_groups = table.config.num_rows, len(table.config.groups)
+    row, other = chance.randrange(num_rows + 1), chance.randrange(num_rows)  # the last row does not exist
+    rows = chance.sample(range(num_rows), chance.randint(0, 4))
+    group = chance.randrange(num_groups)
+    counts = [[chance.randint(0, 3) for _ in rows] for _ in range(num_groups)]
+    ids = [[chance.randint(chance.randrange(2), 99) for _ in range(sum(numbers))] for numbers in counts]
     held = table.num_blocks_per_row
     stops = [chance.randint(0, int(held[1, row])) for row in rows]
+    sizes = [min(2, int(held[group, row])) for row in rows]
+    new_ids = [chance.randint(1, 99) for _ in range(sum(sizes))]
+    old_ids = sorted(set(table.block_ids(other, group).tolist()))
+    rest = [[2]] * (num_groups - 2)
     choices: list[Any] = [
-        lambda: table.append_row(row, ([5, 6], [7])),
-        lambda: table.set_row(row, [None, np.array([3, 4], np.int32)]),
+        lambda: table.append_row(row, ([5, 6], [7], *rest)),
+        lambda: table.set_row(row, [None, np.array([2, 4], np.int32), *rest]),
+        lambda: table.set_row(row, [np.empty(0), np.array([6, 5, 7]), *rest]),
         lambda: table.clear_row(row),
         lambda: table.move_row(row, other),
         lambda: table.swap_rows(a=other, b=row),
         lambda: table.copy_row(other, row),
-        lambda: table.truncate_row(row, chance.choice((1, [1, 2]))),
+        lambda: table.truncate_row(row, chance.choice((1, [1, 2, *[0] * (num_groups - 2)]))),
         lambda: table.null_range(other, 1, 0, chance.randint(0, int(held[1, other]))),
         lambda: table.append_rows(rows, ids, counts),
-        lambda: table.append_rows(np.array(rows, np.int64), ids, np.array(counts, np.int64).reshape(2, -1)),
-        lambda: table.set_rows(rows, [[8] * len(rows), [9] * len(rows)], [1] * len(rows)),
+        lambda: table.append_rows(np.array(rows, np.int64), ids, np.array(counts, np.int64).reshape(num_groups, -1)),
+        lambda: table.set_rows(rows, [[8] * len(rows)] * num_groups, [1] * len(rows)),
         lambda: table.clear_rows(tuple(rows)),
         lambda: table.truncate_rows(rows, [1] * len(rows)),
         lambda: table.null_ranges(rows, 1, [0] * len(rows), stops),
         lambda: table.permute_rows(rows, rows[1:] + rows[:1]),
+        lambda: table.copy_rows([other] * len(rows), np.array(rows, np.int64)),
+        lambda: table.copy_rows(rows[::-1], rows),
+        lambda: table.replace_blocks(other, group, 0, [7]),
+        lambda: table.replace_blocks(row, group, block_ids=None, start=0),
+        lambda: table.replace_block_ranges(rows, group, [0] * len(rows), new_ids, sizes),
+        lambda: table.replace_block_ranges(rows, 1, stops, np.array(new_ids, np.int32), np.array(sizes, np.int32)),
+        lambda: table.remap_blocks(group, old_ids, old_ids[1:] + old_ids[:1]),
+        lambda: table.remap_blocks(group, np.arange(10, 60, dtype=np.int32), np.arange(11, 61)),
         lambda: table.commit(),
         lambda: table.gather(np.array(rows, np.int32), 6),
         lambda: table.gather(None, num_reqs=6, num_computed_tokens=np.arange(6, dtype=np.int32)),
-        lambda: table.clear() if chance.random() < 0.2 else table.invalidate(),
+        lambda: table.clear() if chance.random() < 0.5 else table.invalidate(),
         lambda: table.set_row(other, "no ids"),
         lambda: make_slots(table, chance, rows),
         lambda: make_step(table, chance, rows, more),
@@ -119,8 +187,12 @@ def batch(chance: random.Random, rows: list[int]) -> tuple[Any, Any, Any]:
 
 
 def make_slots(table: bt.BlockTable, chance: random.Random, rows: list[int]) -> None:
-    out = [np.zeros(22, np.int64) for _ in CONFIG.groups] if chance.random() < 0.5 else None
-    table.compute_slot_mappings(*batch(chance, rows), out=out, num_tokens_padded=chance.choice((None, 21)))
+    every = range(len(table.config.groups))
+    groups: Any = chance.choice((None, [1], (1, 0), np.array(every)[::-1], [0, 0], every[-1]))
+    num_arrays = len(every) if groups is None else np.size(groups)
+    out = [np.zeros(22, np.int64) for _ in range(num_arrays)] if chance.random() < 0.5 else None
+    padded = chance.choice((None, 21))
+    table.compute_slot_mappings(*batch(chance, rows), groups=groups, out=out, num_tokens_padded=padded)
 
 
 def make_step(table: bt.BlockTable, chance: random.Random, rows: list[int], out: bt.StepBuffers | None) -> None:
@@ -130,20 +202,71 @@ def make_step(table: bt.BlockTable, chance: random.Random, rows: list[int], out:
     table.step(idx_mapping, starts, positions, num_reqs_padded=padded, num_computed_tokens=computed, out=out)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_recording_runs_again_bit_for_bit(seed: int, tmp_path: Path) -> None:
+@HOST_PATHS
+@CONFIGS
+@pytest.mark.parametrize("seed", range(4))
+def test_a_recording_runs_again_bit_for_bit(
+    seed: int, config: bt.BlockTableConfig, host_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_host_path(host_path, monkeypatch)
     path = tmp_path / "run.btrace"
-    table = bt.BlockTable(CONFIG, "numpy")
+    table = bt.BlockTable(config, "numpy")
     with Recorder(table, path, digests=True):
         drive(table, seed)
     assert "step" not in vars(table)
     result, lane = play(path)
     assert (result.num_mismatches, lane.findings.shown, result.notes[1:]) == (0, [], [])
+    assert lane.table.config == config
+    assert set(CALLS) - set(result.counters) <= {"raised", "digest", "end"}
     assert result.source["digests"] == result.counters["steps"] > 20
     assert not result.source["is_torn"]
     assert lane.table.num_blocks_per_row.tolist() == table.num_blocks_per_row.tolist()
-    for group in range(2):
+    for group in range(len(config.groups)):
         assert (lane.table.host_table(group) == table.host_table(group)).all()
+
+
+def choose_host_path(host_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if host_path == "compiled":
+        pytest.importorskip("numba", reason="the compiled host path stands on Numba")
+    monkeypatch.setenv("BLOCKTABLE_HOST_PATH", host_path)
+
+
+class RecordedSubject(Subject):
+    """Records every table that the suite makes."""
+
+    path: Path
+    recorder: OpenRecording
+
+    def table(self, config: bt.BlockTableConfig) -> bt.BlockTable:
+        table = super().table(config)
+        self.recorder = table.record(self.path, digests=True)
+        return table
+
+
+@HOST_PATHS
+def test_any_history_of_the_suite_runs_again(host_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every geometry and every call that the suite draws. Rules: R4-R19."""
+    choose_host_path(host_path, monkeypatch)
+    recorded = RecordedSubject("numpy", bt.get_backend("numpy"))
+    recorded.path = tmp_path / "run.btrace"
+
+    class RecordedHistory(TableHistory):
+        subject = recorded
+
+        def teardown(self) -> None:
+            super().teardown()
+            if hasattr(self, "pair"):
+                recorded.recorder.close()
+                result, lane = play(recorded.path)
+                assert (result.num_mismatches, lane.findings.shown, result.notes) == (0, [], [])
+
+    run_state_machine_as_test(RecordedHistory, settings=profiles.current().settings(10))
+
+
+def test_every_observed_call_is_in_the_format() -> None:
+    """But for exports, which change nothing, and the step with metadata, which is written as a step."""
+    assert set(OBSERVED_CALLS) - set(CALLS) == {"create_export", "export", "step_metadata"}
+    assert set(CALLS) - set(OBSERVED_CALLS) == {"raised", "digest", "end"}
 
 
 def test_a_table_records_itself(tmp_path: Path) -> None:
@@ -155,11 +278,12 @@ def test_a_table_records_itself(tmp_path: Path) -> None:
     assert result.source["digests"] > 5
 
 
-def test_recording_may_begin_in_the_middle(tmp_path: Path) -> None:
+@CONFIGS
+def test_recording_may_begin_in_the_middle(config: bt.BlockTableConfig, tmp_path: Path) -> None:
     path = tmp_path / "run.btrace"
-    table = bt.BlockTable(CONFIG, "numpy")
+    table = bt.BlockTable(config, "numpy")
     drive(table, 5, 100)
-    table.set_row(2, ([1, 2], [5, 0, 6, 7]))
+    table.set_row(2, ([1, 2], [6, config.groups[1].null_block_id, 1, 7], *[[4]] * (len(config.groups) - 2)))
     table.null_range(2, 1, 2, 3)
     table.null_range(2, 0, 0, 1)
     table.commit()
@@ -172,7 +296,7 @@ def test_recording_may_begin_in_the_middle(tmp_path: Path) -> None:
         recorder.close()
     result, lane = play(path)
     assert (result.num_mismatches, lane.findings.shown) == (0, [])
-    for group in range(2):
+    for group in range(len(config.groups)):
         assert (lane.table.host_table(group) == table.host_table(group)).all()
 
 
@@ -192,6 +316,39 @@ def test_a_wrong_backend_is_found_by_its_step(tmp_path: Path, capsys: pytest.Cap
     assert "step 10, group 0, token 0, request 0 (batch index 0, row 0), position 0: expected 20, got 21" in (
         capsys.readouterr().out
     )
+
+
+class Overzealous(NumpyBackend):
+    """A call that names groups writes the first group's slots of the last step, too."""
+
+    def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
+        class Mapper(NumpySlotMapper):
+            last: Sequence[Any]
+
+            def compute_slot_mappings(
+                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+            ) -> None:
+                super().compute_slot_mappings(batch, out, stream=stream, groups=groups)
+                if groups is None:
+                    self.last = out
+                else:
+                    self.last[0][:] = 5
+
+        return Mapper(store)
+
+
+def test_slots_of_a_group_that_was_not_named_must_stay(tmp_path: Path) -> None:
+    """Rules: R15."""
+    path, table = tmp_path / "run.btrace", bt.BlockTable(CONFIG, "numpy")
+    inputs = np.array([0], np.int32), np.array([0, 2], np.int32), np.array([0, 1])
+    with Recorder(table, path):
+        table.set_row(0, ([5], [6]))
+        table.step(*inputs)
+        table.compute_slot_mappings(*inputs, groups=[1])
+    assert play(path)[0].num_mismatches == 0
+    assert play(path, Overzealous())[1].findings.shown == [
+        "step 2, a slot buffer changed whose group the call does not name (R15)"
+    ]
 
 
 def test_a_call_that_was_refused_must_be_refused_again(tmp_path: Path) -> None:
@@ -289,8 +446,9 @@ def test_a_damaged_file_is_said(recorded: bytes, tmp_path: Path, capsys: pytest.
     ("content", "sentence"),
     [
         (MAGIC, "is no recording"),
-        (MAGIC + struct.pack("<II", 99, 0), "has version 99, this blocktable reads version 1"),
-        (MAGIC + struct.pack("<II", 1, 50) + b"{}", "head is torn or damaged"),
+        (MAGIC + struct.pack("<II", 99, 0), "has version 99, this blocktable reads version 2"),
+        (MAGIC + struct.pack("<II", 1, 0), "has version 1, this blocktable reads version 2"),
+        (MAGIC + struct.pack("<II", VERSION, 50) + b"{}", "head is torn or damaged"),
     ],
 )
 def test_no_recording_at_all(content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -392,15 +550,17 @@ def test_the_format_has_the_parameters_of_the_method(call: str) -> None:
     assert ["self", *values.split(", "), "stream"] == parameters
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_row_model_is_the_oracle(seed: int) -> None:
+@CONFIGS
+@pytest.mark.parametrize("seed", range(12))
+def test_the_row_model_is_the_oracle(seed: int, config: bt.BlockTableConfig) -> None:
     """What the player believes of rows is what the suite's oracle believes. Rules: R4-R8."""
     chance = random.Random(seed)
-    model, oracle = RowModel(CONFIG), OracleTable(CONFIG)
+    model, oracle = RowModel(config), OracleTable(config)
     for _ in range(80):
         name, values = random_operation(chance, oracle)
-        getattr(oracle, name)(*values)
-        model.apply(name, values)
+        with contextlib.suppress(Refused):  # a null among drawn ids
+            getattr(oracle, name)(*values)
+            model.apply(name, values)
     oracle.commit()
     model.commit()
     for record in (model.host, model.committed):
@@ -408,20 +568,27 @@ def test_the_row_model_is_the_oracle(seed: int) -> None:
         for group, rows in enumerate(oracle.rows):
             for row, blocks in enumerate(rows):
                 held = record.blocks[group][row, : len(blocks)].tolist()
-                assert held == [-1 if block is None else block for block in blocks]
+                null = config.groups[group].null_block_id
+                assert [-1 if block == null else block for block in held] == [
+                    -1 if block is None else block for block in blocks
+                ]
 
 
 def random_operation(chance: random.Random, oracle: OracleTable) -> tuple[str, tuple[Any, ...]]:
-    a, b = chance.randrange(6), chance.randrange(6)
-    rows = chance.sample(range(6), chance.randint(1, 4))
-    group = chance.randrange(2)
-    counts = [[chance.randint(0, 2) for _ in rows] for _ in range(2)]
-    room = [min(CONFIG.capacity(g) - len(oracle.rows[g][row]) for row in (*rows, a)) for g in range(2)]
-    counts = [[min(count, room[g]) for count in counts[g]] for g in range(2)]
-    ids = [[chance.randint(1, 50) for _ in range(sum(group_counts))] for group_counts in counts]
-    one = [[chance.randint(1, 50)] * min(2, room[0]), None]
+    every_row, groups = range(oracle.num_rows), range(len(oracle.shapes))
+    a, b = chance.choice(every_row), chance.choice(every_row)
+    rows = chance.sample(every_row, chance.randint(1, 4))
+    group = chance.choice(groups)
+    counts = [[chance.randint(0, 2) for _ in rows] for _ in groups]
+    room = [min(oracle.shapes[g].capacity - len(oracle.rows[g][row]) for row in (*rows, a)) for g in groups]
+    counts = [[min(count, room[g]) for count in counts[g]] for g in groups]
+    ids = [[chance.randint(chance.randrange(2), 50) for _ in range(sum(group_counts))] for group_counts in counts]
+    one: list[Any] = [[chance.randint(1, 50)] * min(2, room[0]), *[None] * len(groups[1:])]
     stops = [chance.randint(0, len(oracle.rows[group][row])) for row in rows]
     starts = [chance.randint(0, stop) for stop in stops]
+    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    new_ids = [chance.randint(1, 50) for _ in range(sum(sizes))]
+    old_ids = chance.sample(range(51), 20)
     operations: list[tuple[str, tuple[Any, ...]]] = [
         ("append_row", (a, one)),
         ("append_row", (a, None)),
@@ -435,11 +602,15 @@ def random_operation(chance: random.Random, oracle: OracleTable) -> tuple[str, t
         ("move_row", (a, b)),
         ("swap_rows", (a, b)),
         ("copy_row", (a, b)),
-        ("permute_rows", (rows, chance.sample(range(6), len(rows)))),
-        ("truncate_row", (a, chance.choice((1, [1, 3])))),
+        ("copy_rows", ([chance.choice(every_row) for _ in rows], rows)),
+        ("permute_rows", (rows, chance.sample(every_row, len(rows)))),
+        ("truncate_row", (a, chance.choice((1, [1, 3, 2][: len(groups)])))),
         ("truncate_rows", (rows, [chance.randint(0, 3) for _ in rows])),
         ("null_range", (rows[0], group, starts[0], stops[0])),
         ("null_ranges", (rows, group, starts, stops)),
+        ("replace_blocks", (rows[0], group, starts[0], new_ids[: sizes[0]])),
+        ("replace_block_ranges", (rows, group, starts, new_ids, sizes)),
+        ("remap_blocks", (group, old_ids, [chance.randint(1, 50) for _ in old_ids])),
     ]
     weights = [1 if name == "clear" else 6 for name, _ in operations]
     return chance.choices(operations, weights)[0]

@@ -13,6 +13,7 @@ from blocktable_replay.layout import NO_ROW, DenseRows, StableRows
 from blocktable_replay.options import ReplayOptions
 from blocktable_replay.plan import StepPlan
 from blocktable_replay.pool import NO_OWNER, BlockPool
+from blocktable_replay.record import NULLED
 from blocktable_replay.sampling import ACCEPTANCE, uniform
 from blocktable_replay.schedule import Scheduler
 from blocktable_replay.traces import Trace
@@ -21,8 +22,8 @@ from blocktable_replay.traces import Trace
 class PlainPool:
     """The allocator as one would write it first: a list of free blocks in the order they were freed."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.free_blocks = list(range(1, num_blocks))
+    def __init__(self, num_blocks: int, null_block_id: int) -> None:
+        self.free_blocks = [block for block in range(num_blocks) if block != null_block_id]
         self.holders: Counter[int] = Counter()
         self.block_of: dict[int, int] = {}
 
@@ -51,7 +52,8 @@ class PlainPool:
 def test_the_pool_is_the_plain_one(seed: int) -> None:
     chance = random.Random(seed)
     num_blocks = chance.choice((2, 9, 40))
-    pool, plain = BlockPool(num_blocks, 50), PlainPool(num_blocks)
+    null_block_id = chance.choice((0, -1, num_blocks - 1))
+    pool, plain = BlockPool(num_blocks, 50, null_block_id), PlainPool(num_blocks, null_block_id)
     next_key = 0
     for _ in range(400):
         held = [block for block, count in plain.holders.items() if count]
@@ -62,7 +64,7 @@ def test_the_pool_is_the_plain_one(seed: int) -> None:
         elif action == 1 and held:
             given = [block for block in held for _ in range(chance.randint(0, plain.holders[block]))]
             chance.shuffle(given)
-            pool.free(np.array([*given, 0]))
+            pool.free(np.array([*given, NULLED]))
             plain.free(given)
         elif action == 2 and held and next_key < 46:
             blocks = chance.sample(held, min(len(held), 4))
@@ -75,12 +77,12 @@ def test_the_pool_is_the_plain_one(seed: int) -> None:
         else:
             found = sorted(set(plain.block_of.values()))
             shared = chance.sample(found, chance.randint(0, len(found)))
-            assert pool.num_unheld(np.array([*shared, 0])) == sum(not plain.holders[block] for block in shared)
-            pool.share(np.array([0, *shared]))
+            assert pool.num_unheld(np.array([*shared, NULLED])) == sum(not plain.holders[block] for block in shared)
+            pool.share(np.array([NULLED, *shared]))
             plain.share(shared)
         assert pool.num_free == len(plain.free_blocks)
         assert pool.references.tolist() == [plain.holders[block] for block in range(num_blocks)]
-        assert pool.lookup(np.arange(50)).tolist() == [plain.block_of.get(key, 0) for key in range(50)]
+        assert pool.lookup(np.arange(50)).tolist() == [plain.block_of.get(key, NULLED) for key in range(50)]
     assert (pool.owners[pool.references == 0] == NO_OWNER).all()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
+from blocktable.device.staging import steady_entries
 from blocktable_vllm import drop_in
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e vllm")
@@ -164,7 +165,7 @@ def test_no_commit_is_larger_than_what_is_staged_without_a_wait(monkeypatch: pyt
     write, sizes = state.device.store.write, []
 
     def noting_write(writes: Any, *, stream: Any) -> None:
-        sizes.append(bt.staged_entries(writes.offsets.size, writes.values.size))
+        sizes.append(writes.most_packed_entries)
         write(writes, stream=stream)
 
     monkeypatch.setattr(state.device.store, "write", noting_write)
@@ -176,7 +177,7 @@ def test_no_commit_is_larger_than_what_is_staged_without_a_wait(monkeypatch: pyt
     assert agree(table, 55)
     assert not table[0].block_table.gpu[55:].any()
     assert len(sizes) == 1
-    assert sum(sizes) <= bt.steady_entries(state.device.config)
+    assert sum(sizes) <= steady_entries(state.device.config)
     monkeypatch.setattr(state, "_most_staged", 40)  # as if a row were much narrower than all of these changes
     sizes.clear()
     for row in range(55):

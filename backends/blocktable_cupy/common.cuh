@@ -4,8 +4,6 @@
 
 typedef long long int64;
 
-static const int PAD_SLOT_ID = -1;
-static const int NULL_BLOCK_ID = 0;
 static const int SLOT_MODE_RING = 1;
 static const int SLOT_MODE_NONE = 2;
 
@@ -16,12 +14,16 @@ struct Group {
   int64 tokens_per_column;    // tokens in a kernel block
   int64 blocks_per_kv_block;  // kernel blocks in a manager block
   int64 slot_mode;            // 0 linear, 1 ring, 2 none
-  int64 null_is_pad;          // whether a token in the NULL block is PAD
+  int64 null_is_pad;          // whether a token whose entry is missing is PAD
   int64 sliding_window;       // tokens; 0: none
   int64 world_size;           // ranks that share the tokens; 1: replicated
   int64 rank;                 // this one
   int64 interleave_size;      // tokens a rank holds in turn
   int64 column_shift;         // tokens_per_column is 1 << column_shift, where it is a power of two
+  int64 filler;               // what an entry without a block holds
+  int64 null_start;           // first kernel block of the null block; -blocks_per_kv_block where there is none
+  int64 pad_slot_id;          // slot of a token that must not be written
+  int64 batch_start;          // entry of a batch where the group's batch rows begin
 };
 
 // a / b for a >= 0 and b > 0: 64-bit division costs some 70 instructions, and few operands need it.
@@ -38,9 +40,14 @@ static __device__ __forceinline__ int64 local_length(const Group& group, int64 t
   return tokens / turn * group.interleave_size + rest;
 }
 
+// Whether an entry stands for no block: it lies inside the null block, or is -1 where there is none (R5).
+static __device__ __forceinline__ bool is_missing(const Group& group, int64 entry) {
+  return (unsigned)(entry - group.null_start) < (unsigned)group.blocks_per_kv_block;
+}
+
 // Row of a batch index; -1 for a dummy and for padding.
-static __device__ __forceinline__ int row_of(const int* idx_mapping, int batch_index, int num_reqs, int max_num_reqs) {
+static __device__ __forceinline__ int row_of(const int* idx_mapping, int batch_index, int num_reqs, int max_num_rows) {
   if (batch_index >= num_reqs) return -1;
   int row = idx_mapping[batch_index];
-  return row >= 0 && row < max_num_reqs ? row : -1;
+  return row >= 0 && row < max_num_rows ? row : -1;
 }

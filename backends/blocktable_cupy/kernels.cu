@@ -1,9 +1,9 @@
 // The kernels of a step: the four plain ones, and step_batch, which is gather and slots in one. They follow common.cuh.
 //
-// A table's memory is one arena: filled counts [num_groups, max_num_reqs], then each group's rows [max_num_reqs,
-// width]. A batch has the same layout, so its counts say how many columns each batch row holds; after it come how many
-// rows the last batch had, and a copy of these counts that the fused step makes for itself: [arena_size + 2 +
-// num_groups * max_num_reqs] in all.
+// A table's memory is one arena: filled counts [num_groups, max_num_rows], then each group's rows [max_num_rows,
+// width]. A batch is laid out likewise for max_num_reqs rows: its counts say how many columns each batch row holds.
+// After these batch_entries entries come how many rows the last batch had, and a copy of that and of the counts, which
+// the fused step makes for itself: [batch_entries + 2 + num_groups * max_num_reqs] in all.
 //
 // HAS_* say what the table's groups need (KernelOptions.features). A launch of a few microseconds is half instruction
 // fetches: what no group needs is left out when the module is compiled.
@@ -35,8 +35,8 @@ struct Counts {
   int num_singles;
   int num_ranges;
   int num_range_values;
-  int num_null_ranges;
-  int num_nulls;
+  int num_constant_ranges;
+  int num_constants;
 };
 
 // Index of the range that `value` lies in; starts[0] is 0.
@@ -53,15 +53,15 @@ static __device__ __forceinline__ int range_of(const int* starts, int num_ranges
 // Do apply_changes. The first num_groups * copy_parts blocks copy counts, the others write.
 static __device__ __forceinline__ void apply(
     const int* __restrict__ changes, const Counts& counts, int* __restrict__ arena, int num_groups, int max_num_reqs,
-    int64 arena_size, int* batch, int copy_parts, int64 mark, int64* last_mark
+    int64 batch_entries, int* batch, int copy_parts, int64 mark, int64* last_mark
 ) {
   let_step_batch_start();
   int copy_blocks = num_groups * copy_parts, block = (int)blockIdx.x - copy_blocks;
   // step 1: keep the counts that step_batch replaces
   if (block < 0) {
-    int held_rows = batch[arena_size], g = blockIdx.x / copy_parts, part = blockIdx.x % copy_parts;
+    int held_rows = batch[batch_entries], g = blockIdx.x / copy_parts, part = blockIdx.x % copy_parts;
     const int* held = batch + (int64)g * max_num_reqs;
-    int* kept = batch + arena_size + 1;
+    int* kept = batch + batch_entries + 1;
     for (int i = part * blockDim.x + threadIdx.x; i < held_rows; i += copy_parts * blockDim.x)
       kept[1 + (int64)g * max_num_reqs + i] = held[i];
     if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -76,8 +76,9 @@ static __device__ __forceinline__ void apply(
   const int* range_offsets = singles + counts.num_singles;
   const int* range_starts = range_offsets + counts.num_ranges;
   const int* range_values = range_starts + counts.num_ranges;
-  const int* null_offsets = range_values + counts.num_range_values;
-  const int* null_starts = null_offsets + counts.num_null_ranges;
+  const int* constant_offsets = range_values + counts.num_range_values;
+  const int* constant_starts = constant_offsets + counts.num_constant_ranges;
+  const int* constants = constant_starts + counts.num_constant_ranges;
   // step 2: store the single values
   for (int i = thread; i < counts.num_singles; i += num_threads) arena[single_offsets[i]] = singles[i];
   // step 3: store the ranges
@@ -85,32 +86,32 @@ static __device__ __forceinline__ void apply(
     int range_index = range_of(range_starts, counts.num_ranges, i);
     arena[(int64)range_offsets[range_index] + (i - range_starts[range_index])] = range_values[i];
   }
-  // step 4: make the NULL ranges NULL
-  for (int i = thread; i < counts.num_nulls; i += num_threads) {
-    int range_index = range_of(null_starts, counts.num_null_ranges, i);
-    arena[(int64)null_offsets[range_index] + (i - null_starts[range_index])] = NULL_BLOCK_ID;
+  // step 4: store the constant ranges
+  for (int i = thread; i < counts.num_constants; i += num_threads) {
+    int range_index = range_of(constant_starts, counts.num_constant_ranges, i);
+    arena[(int64)constant_offsets[range_index] + (i - constant_starts[range_index])] = constants[range_index];
   }
 }
 
 // Write a commit's changes into the arena; in a fused step, keep the counts that the batch holds as well.
 extern "C" __global__ void apply_changes(
-    const int* __restrict__ changes,  // [2 * (num_singles + num_ranges + num_null_ranges) + num_range_values]
+    const int* __restrict__ changes,  // [2 * (num_singles + num_ranges) + num_range_values + 3 * num_constant_ranges]
     int num_singles,
     int num_ranges,
     int num_range_values,
-    int num_null_ranges,
-    int num_nulls,
-    int* __restrict__ arena,  // [arena_size], written
+    int num_constant_ranges,
+    int num_constants,
+    int* __restrict__ arena,  // [arena.size], written
     int num_groups,
     int max_num_reqs,
-    int64 arena_size,
-    int* batch,       // [arena_size + 2 + num_groups * max_num_reqs], the copy of its counts written
+    int64 batch_entries,
+    int* batch,       // [batch_entries + 2 + num_groups * max_num_reqs], the copy of its counts written
     int copy_parts,   // blocks that copy each group's counts; 0: nothing is copied
     int64 mark,       // number of the step; 0: the host waits for none
     int64* last_mark  // [1], written where counts are copied
 ) {
-  Counts counts = {num_singles, num_ranges, num_range_values, num_null_ranges, num_nulls};
-  apply(changes, counts, arena, num_groups, max_num_reqs, arena_size, batch, copy_parts, mark, last_mark);
+  Counts counts = {num_singles, num_ranges, num_range_values, num_constant_ranges, num_constants};
+  apply(changes, counts, arena, num_groups, max_num_reqs, batch_entries, batch, copy_parts, mark, last_mark);
 }
 
 // The same changes in the launch's own parameters: nothing to stage, nothing to wait for, nothing to race with. Of
@@ -124,10 +125,11 @@ struct Changes {
 #define APPLY_CHANGES(ENTRIES) \
   extern "C" __global__ void apply_changes_##ENTRIES( \
       const __grid_constant__ Changes<ENTRIES> changes, int* arena, int num_groups, int max_num_reqs, \
-      int64 arena_size, int* batch, int copy_parts, int64 mark, int64* last_mark \
+      int64 batch_entries, int* batch, int copy_parts, int64 mark, int64* last_mark \
   ) { \
     apply( \
-        changes.data, changes.counts, arena, num_groups, max_num_reqs, arena_size, batch, copy_parts, mark, last_mark \
+        changes.data, changes.counts, arena, num_groups, max_num_reqs, batch_entries, batch, copy_parts, mark, \
+        last_mark \
     ); \
   }
 APPLY_CHANGES(245)
@@ -140,8 +142,9 @@ static __device__ __forceinline__ void null_columns(
     const Group* __restrict__ groups, int g, int* __restrict__ batch, int i, int first, int end, int step
 ) {
   // step 3: NULL over what an earlier batch left after them
-  int* batch_row = batch + groups[g].table_start + i * groups[g].width;
-  for (int column = first; column < end; column += step) batch_row[column] = NULL_BLOCK_ID;
+  int filler = (int)groups[g].filler;
+  int* batch_row = batch + groups[g].batch_start + i * groups[g].width;
+  for (int column = first; column < end; column += step) batch_row[column] = filler;
 }
 
 // Make every batch row NULL after the columns that its row fills.
@@ -150,21 +153,22 @@ extern "C" __global__ void null_stale_columns(
     int num_reqs,
     int num_reqs_padded,
     int max_num_reqs,
+    int max_num_rows,
     const Group* __restrict__ groups,  // [num_groups]
     int num_groups,
-    const int* __restrict__ arena,  // [arena_size]
-    int64 arena_size,
-    int* __restrict__ batch  // [arena_size + 1 ..], tables written, counts read
+    const int* __restrict__ arena,  // [arena.size]
+    int64 batch_entries,
+    int* __restrict__ batch  // [batch_entries + 1 ..], tables written, counts read
 ) {
   // Rows after this batch hold what a larger one left; further ones are NULL, whatever their old counts say.
-  int held_rows = batch[arena_size];
-  int num_rows = held_rows > num_reqs_padded ? held_rows : num_reqs_padded;
+  int held_rows = batch[batch_entries];
+  int num_batch_rows = held_rows > num_reqs_padded ? held_rows : num_reqs_padded;
   // step 1: which batch row and group
   for (int g = blockIdx.y; g < num_groups; g += gridDim.y) {
-    for (int i = blockIdx.x; i < num_rows; i += gridDim.x) {
+    for (int i = blockIdx.x; i < num_batch_rows; i += gridDim.x) {
       // step 2: how many columns its row fills
-      int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
-      int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
+      int row = row_of(idx_mapping, i, num_reqs, max_num_rows);
+      int columns = row < 0 ? 0 : arena[(int64)g * max_num_rows + row];
       int held = batch[(int64)g * max_num_reqs + i];
       null_columns(groups, g, batch, i, columns + threadIdx.x, held, blockDim.x);
     }
@@ -173,13 +177,13 @@ extern "C" __global__ void null_stale_columns(
 
 // Write the columns that one batch row's row fills, by `num_threads` threads of which this is number `thread`.
 static __device__ __forceinline__ int gather_row(
-    int row, const int* __restrict__ num_computed_tokens, int num_reqs, int max_num_reqs,
+    int row, const int* __restrict__ num_computed_tokens, int num_reqs, int max_num_rows,
     const Group* __restrict__ groups, int g, const int* __restrict__ arena, int* __restrict__ batch, int i, int thread,
     int num_threads
 ) {
-  int64 table_start = groups[g].table_start, width = groups[g].width;
+  int64 table_start = groups[g].table_start, batch_start = groups[g].batch_start, width = groups[g].width;
   // step 2: how many columns its row fills
-  int columns = row < 0 ? 0 : arena[(int64)g * max_num_reqs + row];
+  int columns = row < 0 ? 0 : arena[(int64)g * max_num_rows + row];
   // step 3: how many of them the window has left behind
   int64 first = 0;
   if (HAS_WINDOWS && groups[g].sliding_window && i < num_reqs) {
@@ -190,10 +194,11 @@ static __device__ __forceinline__ int gather_row(
   }
   // step 4: store the columns in use, NULL before them
   const int* table_row = arena + table_start + (row < 0 ? 0 : row) * width;
-  int* batch_row = batch + table_start + i * width;
+  int* batch_row = batch + batch_start + i * width;
   if (HAS_WINDOWS && first > 0) {
+    int filler = (int)groups[g].filler;
     for (int column = thread; column < columns; column += num_threads)
-      batch_row[column] = column < first ? NULL_BLOCK_ID : table_row[column];
+      batch_row[column] = column < first ? filler : table_row[column];
     return columns;
   }
   int whole = width % 4 == 0 ? columns & ~3 : 0;  // groups begin at 128 bytes, so these rows at 16
@@ -211,19 +216,20 @@ extern "C" __global__ void gather_block_tables(
     int num_reqs,
     int num_reqs_padded,
     int max_num_reqs,
+    int max_num_rows,
     const Group* __restrict__ groups,  // [num_groups]
     int num_groups,
-    const int* __restrict__ arena,  // [arena_size]
-    int64 arena_size,
-    int* __restrict__ batch  // [arena_size + 1 ..], written
+    const int* __restrict__ arena,  // [arena.size]
+    int64 batch_entries,
+    int* __restrict__ batch  // [batch_entries + 1 ..], written
 ) {
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) batch[batch_entries] = num_reqs_padded;
   // step 1: which batch row and group
   for (int g = blockIdx.y; g < num_groups; g += gridDim.y) {
     for (int i = blockIdx.x; i < num_reqs_padded; i += gridDim.x) {
-      int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+      int row = row_of(idx_mapping, i, num_reqs, max_num_rows);
       int columns = gather_row(
-          row, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, threadIdx.x, blockDim.x
+          row, num_computed_tokens, num_reqs, max_num_rows, groups, g, arena, batch, i, threadIdx.x, blockDim.x
       );
       // step 5: remember how many columns the batch row holds
       if (threadIdx.x == 0) batch[(int64)g * max_num_reqs + i] = columns;
@@ -262,8 +268,11 @@ static __device__ __forceinline__ int64 column_of(int64 local, int64 tokens_per_
   return HAS_ODD_SIZES ? divide(local, tokens_per_column) : local >> column_shift;
 }
 
-// A token's index among this rank's tokens, or -1 where another rank owns it.
-static __device__ __forceinline__ int64 local_index(const Group& group, int64 columns, int64 position) {
+// A token's index among this rank's tokens, or -1 where another rank owns it, or a later token of its request, which
+// ends at `end`, takes its place in the ring.
+static __device__ __forceinline__ int64 local_index(
+    const Group& group, const int64* __restrict__ positions, int end, int64 columns, int64 position
+) {
   if (HAS_SHARDS && group.world_size > 1) {
     int64 turn = divide(position, group.interleave_size);
     int64 round_index = divide(turn, group.world_size);
@@ -271,8 +280,9 @@ static __device__ __forceinline__ int64 local_index(const Group& group, int64 co
     return round_index * group.interleave_size + (position - turn * group.interleave_size);
   }
   if (HAS_MODES && group.slot_mode == SLOT_MODE_RING) {
-    int64 ring = columns * group.tokens_per_column;
-    return ring ? position - divide(position, ring) * ring : -1;
+    int64 ring = columns * group.tokens_per_column, last = positions[end - 1];
+    if (ring == 0 || (last > 0 ? last : 0) - position >= ring) return -1;
+    return position - divide(position, ring) * ring;
   }
   return position;
 }
@@ -281,39 +291,41 @@ static __device__ __forceinline__ int64 local_index(const Group& group, int64 co
 template <bool IN_STEP>
 static __device__ __forceinline__ int64 map_token(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
-    int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int g,
+    int num_reqs, int num_positions, int max_num_rows, const Group* __restrict__ groups, int g,
     const int* arena, int num_slots, int64 requests_per_token, int token
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
   int64 table_start = groups[g].table_start, width = groups[g].width;
   int64 tokens_per_column = groups[g].tokens_per_column, column_shift = groups[g].column_shift;
+  int64 pad = groups[g].pad_slot_id;
   int request = guess_request(num_reqs, requests_per_token, token);
   int start = 0, end = 0, row = -1;
   if (num_reqs > 0) {
     start = query_start_loc[request];
     end = query_start_loc[request + 1];
-    row = row_of(idx_mapping, request, num_reqs, max_num_reqs);
+    row = row_of(idx_mapping, request, num_reqs, max_num_rows);
   }
   int64 position = token < num_positions ? positions[token] : -1;
   if (IN_STEP) wait_for_changes(arena);
   // step 2: PAD after the last real token
-  if (token >= num_tokens || (HAS_MODES && groups[g].slot_mode == SLOT_MODE_NONE)) return PAD_SLOT_ID;
+  if (token >= num_tokens || (HAS_MODES && groups[g].slot_mode == SLOT_MODE_NONE)) return pad;
   // step 3: which request and row
   if (start > token || end <= token) {
     request = request_of(query_start_loc, num_reqs, token);
-    row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
+    row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_rows);
+    if (HAS_MODES) end = query_start_loc[request + 1];
   }
-  if (row < 0 || position < 0) return PAD_SLOT_ID;
-  int64 columns = arena[(int64)g * max_num_reqs + row];
+  if (row < 0 || position < 0) return pad;
+  int64 columns = arena[(int64)g * max_num_rows + row];
   // step 4: whose token it is, and its index among this rank's tokens
-  int64 local = local_index(groups[g], columns, position);
-  if ((HAS_SHARDS || HAS_MODES) && local < 0) return PAD_SLOT_ID;
+  int64 local = local_index(groups[g], positions, end < num_tokens ? end : num_tokens, columns, position);
+  if ((HAS_SHARDS || HAS_MODES) && local < 0) return pad;
   // step 5: which column, and whether the row fills it
   int64 column = column_of(local, tokens_per_column, column_shift);
   // step 6: which kernel block
   int64 block_id = column < width ? arena[table_start + row * width + column] : 0;
-  if (column >= columns) return PAD_SLOT_ID;
-  if (HAS_NULL_PADS && groups[g].null_is_pad && block_id < groups[g].blocks_per_kv_block) return PAD_SLOT_ID;
+  if (column >= columns) return pad;
+  if (HAS_NULL_PADS && groups[g].null_is_pad && is_missing(groups[g], block_id)) return pad;
   return block_id * tokens_per_column + (local - column * tokens_per_column);
 }
 
@@ -329,7 +341,7 @@ static __device__ __forceinline__ int64 pair_token(int64 first, int i) { return 
 // them in one block: then there is one search and one division for all eight. Others go the way of map_token.
 static __device__ __forceinline__ void map_chunk(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
-    int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int g,
+    int num_reqs, int num_positions, int max_num_rows, const Group* __restrict__ groups, int g,
     const int* __restrict__ arena, SLOT_T* __restrict__ slots, int num_slots, int64 requests_per_token, int64 chunk
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
@@ -343,21 +355,21 @@ static __device__ __forceinline__ void map_chunk(
     if (query_start_loc[request] > first || query_start_loc[request + 1] <= first)
       request = request_of(query_start_loc, num_reqs, (int)first);
     is_simple = request >= 0 && last < query_start_loc[request + 1];
-    row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_reqs);
+    row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_rows);
   }
   if (!is_simple || row < 0) {
     for (int i = 0; i < 2 * PAIRS; ++i) {
       int64 token = pair_token(first, i);
       if (token < num_slots)
         slots[token] = (SLOT_T)map_token<false>(
-            idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
+            idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, g, arena, num_slots,
             requests_per_token, (int)token
         );
     }
     return;
   }
   int64 tokens_per_column = groups[g].tokens_per_column, column_shift = groups[g].column_shift;
-  int64 columns = arena[(int64)g * max_num_reqs + row];
+  int64 pad = groups[g].pad_slot_id, columns = arena[(int64)g * max_num_rows + row];
   const int* table_row = arena + groups[g].table_start + row * groups[g].width;
   int64 position[2 * PAIRS];
   if ((unsigned long long)positions % sizeof(longlong2) == 0) {
@@ -372,17 +384,17 @@ static __device__ __forceinline__ void map_chunk(
     for (int i = 0; i < 2 * PAIRS; ++i) position[i] = positions[pair_token(first, i)];
   }
   bool takes_pairs = sizeof(SLOT_T) == 8 && (unsigned long long)slots % sizeof(longlong2) == 0;
-  int64 block_start = 0, block_slot = 0, slot[2];
-  unsigned long long block_size = 0;  // 0: no block is known yet
+  int64 block_start = 0, block_slot = pad, slot[2];
+  unsigned long long block_size = 0;  // 0: no block is known
 #pragma unroll
   for (int i = 0; i < 2 * PAIRS; ++i) {
     if ((unsigned long long)(position[i] - block_start) >= block_size) {
-      block_size = 0;
+      block_start = position[i], block_slot = pad, block_size = 0;
       if (position[i] >= 0) {
         int64 column = column_of(position[i], tokens_per_column, column_shift);
         if (column < columns) {
           int64 block_id = table_row[column];
-          if (!HAS_NULL_PADS || !groups[g].null_is_pad || block_id >= groups[g].blocks_per_kv_block) {
+          if (!HAS_NULL_PADS || !groups[g].null_is_pad || !is_missing(groups[g], block_id)) {
             block_start = column * tokens_per_column;
             block_slot = block_id * tokens_per_column;
             block_size = tokens_per_column;
@@ -390,7 +402,7 @@ static __device__ __forceinline__ void map_chunk(
         }
       }
     }
-    slot[i % 2] = block_size ? block_slot + (position[i] - block_start) : PAD_SLOT_ID;
+    slot[i % 2] = block_slot + (position[i] - block_start);
     SLOT_T* target = slots + pair_token(first, i);
     if (!takes_pairs) *target = (SLOT_T)slot[i % 2];
     else if (i % 2) *(longlong2*)(target - 1) = make_longlong2(slot[0], slot[1]);
@@ -404,7 +416,7 @@ extern "C" __global__ void map_slots(
     const int64* __restrict__ positions,      // [num_positions], token -> its index in its request
     int num_reqs,
     int num_positions,
-    int max_num_reqs,
+    int max_num_rows,
     const Group* __restrict__ groups,  // [>= first_group + num_groups]
     int first_group,
     int num_groups,
@@ -419,7 +431,7 @@ extern "C" __global__ void map_slots(
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y) {
     for (int64 token = thread; token < num_slots; token += num_threads) {
       int64 slot = map_token<false>(
-          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y,
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, first_group + y,
           arena, num_slots, requests_per_token, (int)token
       );
       // step 7: store the slot
@@ -431,7 +443,7 @@ extern "C" __global__ void map_slots(
 // map_slots for launches that fill the GPU many times over: each warp maps chunks of tokens.
 extern "C" __global__ void map_slots_long(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
-    int num_reqs, int num_positions, int max_num_reqs, const Group* __restrict__ groups, int first_group,
+    int num_reqs, int num_positions, int max_num_rows, const Group* __restrict__ groups, int first_group,
     int num_groups, const int* __restrict__ arena, SLOT_T* __restrict__ slots, int64 slots_stride, int num_slots,
     int64 requests_per_token
 ) {
@@ -439,7 +451,7 @@ extern "C" __global__ void map_slots_long(
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y)
     for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
       map_chunk(
-          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, first_group + y,
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, first_group + y,
           arena, slots + y * slots_stride, num_slots, requests_per_token, chunk
       );
 }
@@ -447,8 +459,8 @@ extern "C" __global__ void map_slots_long(
 // The gather of a step, by the first gather_blocks blocks, whose warps are shared out evenly to batch rows and groups.
 static __device__ __forceinline__ void gather_part(
     const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens, int num_reqs, int num_reqs_padded,
-    int max_num_reqs, const Group* __restrict__ groups, int num_groups, const int* arena, int64 arena_size, int* batch,
-    int gather_blocks
+    int max_num_reqs, int max_num_rows, const Group* __restrict__ groups, int num_groups, const int* arena,
+    int64 batch_entries, int* batch, int gather_blocks
 ) {
   unsigned first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP, num_warps = gather_blocks * (blockDim.x / WARP);
   unsigned pairs = (num_reqs_padded > 0 ? num_reqs_padded : 1) * num_groups;
@@ -459,20 +471,20 @@ static __device__ __forceinline__ void gather_part(
     unsigned pair = warp / parts, thread = warp % parts * WARP + lane;
     int i = pair / num_groups, g = pair % num_groups;
     int64 cell = (int64)g * max_num_reqs + i;
-    int row = row_of(idx_mapping, i, num_reqs, max_num_reqs);
+    int row = row_of(idx_mapping, i, num_reqs, max_num_rows);
     wait_for_changes(arena, batch);
-    const int* held = batch + arena_size + 2;
+    const int* held = batch + batch_entries + 2;
     int held_rows = held[-1], stale = held[cell];
     int columns =
-        gather_row(row, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i, thread, team);
+        gather_row(row, num_computed_tokens, num_reqs, max_num_rows, groups, g, arena, batch, i, thread, team);
     if (thread == 0) batch[cell] = columns;
     if (i < held_rows) null_columns(groups, g, batch, i, columns + thread, stale, team);
   }
   // Rows that only the batch before this one had.
   wait_for_changes(arena, batch);
-  const int* held = batch + arena_size + 2;
+  const int* held = batch + batch_entries + 2;
   int held_rows = held[-1];
-  if (blockIdx.x == 0 && threadIdx.x == 0) batch[arena_size] = num_reqs_padded;
+  if (blockIdx.x == 0 && threadIdx.x == 0) batch[batch_entries] = num_reqs_padded;
   end = held_rows > num_reqs_padded ? (unsigned)(held_rows - num_reqs_padded) * num_groups * parts : 0;
   for (unsigned warp = first; warp < end; warp += num_warps) {
     unsigned pair = warp / parts, thread = warp % parts * WARP + lane;
@@ -486,15 +498,15 @@ template <bool IS_LONG>
 static __device__ __forceinline__ void step(
     const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens,
     const int* __restrict__ query_start_loc, const int64* __restrict__ positions, int num_reqs, int num_reqs_padded,
-    int num_positions, int max_num_reqs, int64 requests_per_token, const Group* __restrict__ groups, int num_groups,
-    const int* arena, int64 arena_size, int* batch, SLOT_T* __restrict__ slots, int num_slots, int gather_blocks,
-    int blocks_per_group, const int64* last_mark, int64* shown_mark
+    int num_positions, int max_num_reqs, int max_num_rows, int64 requests_per_token, const Group* __restrict__ groups,
+    int num_groups, const int* arena, int64 batch_entries, int* batch, SLOT_T* __restrict__ slots, int num_slots,
+    int gather_blocks, int blocks_per_group, const int64* last_mark, int64* shown_mark
 ) {
   int block = (int)blockIdx.x - gather_blocks;
   if (block < 0) {
     gather_part(
-        idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, groups, num_groups, arena,
-        arena_size, batch, gather_blocks
+        idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, max_num_rows, groups, num_groups,
+        arena, batch_entries, batch, gather_blocks
     );
     return;
   }
@@ -510,14 +522,14 @@ static __device__ __forceinline__ void step(
     wait_for_changes(arena);
     for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
       map_chunk(
-          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena,
+          idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, g, arena,
           slots + (int64)g * num_slots, num_slots, requests_per_token, chunk
       );
     return;
   }
   for (int64 token = thread; token < num_slots; token += num_threads)
     slots[(int64)g * num_slots + token] = (SLOT_T)map_token<true>(
-        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, groups, g, arena, num_slots,
+        idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, g, arena, num_slots,
         requests_per_token, (int)token
     );
 }
@@ -532,12 +544,13 @@ extern "C" __global__ void step_batch(
     int num_reqs_padded,
     int num_positions,
     int max_num_reqs,
+    int max_num_rows,
     int64 requests_per_token,          // what a token's request is guessed from: token * this >> 32
     const Group* __restrict__ groups,  // [num_groups]
     int num_groups,
-    const int* arena,  // [arena_size], of which apply_changes may still write when this starts
-    int64 arena_size,
-    int* batch,                  // [arena_size + 2 + num_groups * max_num_reqs], written
+    const int* arena,  // [arena.size], of which apply_changes may still write when this starts
+    int64 batch_entries,
+    int* batch,                  // [batch_entries + 2 + num_groups * max_num_reqs], written
     SLOT_T* __restrict__ slots,  // [num_groups, num_slots], written
     int num_slots,
     int gather_blocks,       // 0: nothing is gathered
@@ -547,8 +560,8 @@ extern "C" __global__ void step_batch(
 ) {
   step<false>(
       idx_mapping, num_computed_tokens, query_start_loc, positions, num_reqs, num_reqs_padded, num_positions,
-      max_num_reqs, requests_per_token, groups, num_groups, arena, arena_size, batch, slots, num_slots, gather_blocks,
-      blocks_per_group, last_mark, shown_mark
+      max_num_reqs, max_num_rows, requests_per_token, groups, num_groups, arena, batch_entries, batch, slots, num_slots,
+      gather_blocks, blocks_per_group, last_mark, shown_mark
   );
 }
 
@@ -556,13 +569,13 @@ extern "C" __global__ void step_batch(
 extern "C" __global__ void step_batch_long(
     const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens,
     const int* __restrict__ query_start_loc, const int64* __restrict__ positions, int num_reqs, int num_reqs_padded,
-    int num_positions, int max_num_reqs, int64 requests_per_token, const Group* __restrict__ groups, int num_groups,
-    const int* arena, int64 arena_size, int* batch, SLOT_T* __restrict__ slots, int num_slots, int gather_blocks,
-    int blocks_per_group, const int64* last_mark, int64* shown_mark
+    int num_positions, int max_num_reqs, int max_num_rows, int64 requests_per_token, const Group* __restrict__ groups,
+    int num_groups, const int* arena, int64 batch_entries, int* batch, SLOT_T* __restrict__ slots, int num_slots,
+    int gather_blocks, int blocks_per_group, const int64* last_mark, int64* shown_mark
 ) {
   step<true>(
       idx_mapping, num_computed_tokens, query_start_loc, positions, num_reqs, num_reqs_padded, num_positions,
-      max_num_reqs, requests_per_token, groups, num_groups, arena, arena_size, batch, slots, num_slots, gather_blocks,
-      blocks_per_group, last_mark, shown_mark
+      max_num_reqs, max_num_rows, requests_per_token, groups, num_groups, arena, batch_entries, batch, slots, num_slots,
+      gather_blocks, blocks_per_group, last_mark, shown_mark
   );
 }

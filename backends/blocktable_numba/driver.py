@@ -166,6 +166,8 @@ class NumbaDriver:
     def fill(self, array: Any, value: int, stream: int) -> None:
         if value in (0, -1):  # bytes of one value
             _call(driver.cuMemsetD8Async, self.address(array), value & 255, array.nbytes, stream)
+        elif array.dtype.itemsize == 4:
+            _call(driver.cuMemsetD32Async, self.address(array), value & (2**32 - 1), array.size, stream)
         else:
             self.copy_in(np.full(array.size, value, array.dtype), array, stream)
 
@@ -199,15 +201,22 @@ class NumbaDriver:
         return int(StridedMemoryView.from_dlpack(array, stream_ptr=-1).ptr)
 
     def host_block(self, entries: int) -> HostBlock:
+        if self.is_mapped:
+            host = self._pinned(entries)
+            return HostBlock(host, host.ctypes.data)  # unified addressing: one address on both sides
+        copy = self.full(entries, 0, "int32")
+        try:
+            host = self._pinned(entries)
+        except BlockTableError:  # none can be had; the driver then copies once more
+            host = np.empty(entries, np.int32)
+        return HostBlock(host, self.address(copy), copy)
+
+    def _pinned(self, entries: int) -> Any:
         with relaxed_capture():
             address = int(_call(driver.cuMemHostAlloc, 4 * entries, HOST_FLAGS))
         memory: Any = (ctypes.c_int32 * entries).from_address(address)  # each view of it holds it
         _free_after(memory, self._context, driver.cuMemFreeHost, address)
-        host = np.frombuffer(memory, np.int32)
-        if self.is_mapped:
-            return HostBlock(host, address)  # unified addressing: one address on both sides
-        copy = self.full(entries, 0, "int32")
-        return HostBlock(host, self.address(copy), copy)
+        return np.frombuffer(memory, np.int32)
 
     def send(self, block: HostBlock, entries: int, stream: int) -> None:
         if block.copy is not None:
@@ -373,11 +382,6 @@ class SimulatedDriver(EmulatedDriver):
         address = super().address(array)
         self._memory.add(array, address)
         return address
-
-    def host_block(self, entries: int) -> HostBlock:
-        block = super().host_block(entries)
-        self.address(block.host)  # marks are shown there, however changes travel
-        return block
 
     def gather_blocks(self, num_rows: int, num_groups: int, width: int) -> int:
         return min(max(num_rows, 1) * num_groups, SIMULATED_GRID)

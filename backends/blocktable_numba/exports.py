@@ -11,9 +11,11 @@ import numpy as np
 from numba import cuda, types
 from numba.cuda.core import config
 
-from blocktable import NULL_BLOCK_ID
+from blocktable.device import INT32_MAX
 from blocktable_numba.kernels import (
     BLOCKS_PER_KV_BLOCK,
+    FILLER,
+    NULL_START,
     NUM_FIELDS,
     SLIDING_WINDOW,
     TABLE_START,
@@ -23,6 +25,7 @@ from blocktable_numba.kernels import (
     advance,
     device_function,
     divide,
+    is_missing,
     local_length,
     row_of,
 )
@@ -58,21 +61,29 @@ def first_column_of(groups, group, num_computed_tokens, i, row):
 
 
 @device_function
-def filled_columns(groups, group, g, arena, max_num_reqs, row):
+def filled_columns(groups, group, g, arena, max_num_rows, row):
     """Columns that a row fills; none for a dummy."""
     filled = np.int64(0)
     if row >= 0:
-        filled = min(groups[group + WIDTH], np.int64(arena[np.int64(g) * max_num_reqs + row]))
+        filled = min(groups[group + WIDTH], np.int64(arena[np.int64(g) * max_num_rows + row]))
     return filled
 
 
 @device_function
-def entry_of(arena, table_row, first_column, filled, column):
-    """What column `column` of a row holds: NULL before the window, and after what the row fills."""
-    entry = np.int64(NULL_BLOCK_ID)
+def block_of(groups, group, arena, table_row, first_column, filled, column):
+    """Kernel block in a column of a row; -1 for a missing one, before the window, and after what the row fills."""
+    block_id = np.int64(-1)
     if column >= first_column and column < filled:
-        entry = np.int64(arena[table_row + column])
-    return entry
+        block_id = np.int64(arena[table_row + column])
+        if is_missing(block_id, groups[group + NULL_START], groups[group + BLOCKS_PER_KV_BLOCK]):
+            block_id = np.int64(-1)
+    return block_id
+
+
+@device_function
+def fill_of(groups, group, null, entry_scale):
+    """What a place without an entry holds: the layout's null, or where it has none (0) a valid entry."""
+    return null if null < 0 else max(groups[group + FILLER], 0) * entry_scale
 
 
 if config.ENABLE_CUDASIM:
@@ -106,6 +117,7 @@ def count_entries(
     seq_lens,  # [num_reqs] int32, batch index -> tokens
     num_reqs,
     max_num_reqs,
+    max_num_rows,
     groups,  # [num_groups, NUM_FIELDS] int64
     members,  # [num_members] int32, groups
     num_members,
@@ -120,14 +132,14 @@ def count_entries(
     # step 1: which batch row
     i = cuda.grid(1)
     while i < max_num_reqs:
-        row = row_of(idx_mapping, i, num_reqs, max_num_reqs)
+        row = row_of(idx_mapping, i, num_reqs, max_num_rows)
         # step 2: how many columns its row fills, in every group
         columns = np.int64(0)
         if row >= 0:
             columns = np.int64(width)
             m = 0
             while m < num_members:
-                columns = min(columns, np.int64(arena[np.int64(members[m]) * max_num_reqs + row]))
+                columns = min(columns, np.int64(arena[np.int64(members[m]) * max_num_rows + row]))
                 m = advance(m, 1)
         # step 3: how many tokens of it this rank holds
         length = length_of(groups, group, seq_lens, i, row)
@@ -146,13 +158,15 @@ def count_entries(
 
 @cuda.jit
 def start_requests(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, groups, members, num_members, arena,  # as above
+    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    num_members, arena,  # as above
     unit,  # COUNT_BLOCKS or COUNT_TOKENS
     capacity,  # entries of a member's indices
     lengths,  # [max_num_reqs] int32
     counts,  # [2 * max_num_reqs + 2] int32, the last two written
     indptr,  # [max_num_reqs + 1] int32, written
     last_page_lens,  # [max_num_reqs] int32, written
+    num_cut,  # [1] int32, what the capacity has left out is added
 ):  # fmt: skip
     """Write where each request's entries begin, and how many tokens its last page holds."""
     # step 1: which request
@@ -180,22 +194,24 @@ def start_requests(
                 last_page_len = min(tokens, lengths[i] - (num_pages - 1) * tokens)
             last_page_lens[i] = last_page_len
         else:
-            # step 4: remember how many entries there are
+            # step 4: remember how many entries there are, and count those that are cut
             counts[2 * max_num_reqs + 1] = counts[2 * max_num_reqs]
             counts[2 * max_num_reqs] = start
+            num_cut[0] = min(num_cut[0] + (before - start), np.int64(INT32_MAX))
         i = advance(i, cuda.gridsize(1))
 
 
 @cuda.jit
 def write_indices(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, groups, members, num_members, arena,  # as above
+    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    num_members, arena,  # as above
     unit,  # COUNT_BLOCKS or COUNT_TOKENS
     capacity,  # entries of a member's indices
     counts,  # [2 * max_num_reqs + 2] int32
     indptr,  # [max_num_reqs + 1] int32
     entries,  # [num_members, capacity] int32, written
 ):  # fmt: skip
-    """Write the entries of all requests, one request after another, and NULL over those of a larger batch before."""
+    """Write the entries of all requests, one request after another, and the fill over what a larger batch left."""
     total = counts[2 * max_num_reqs]
     end = min(capacity, max(total, counts[2 * max_num_reqs + 1]))
     # step 1: which entry and group
@@ -203,10 +219,12 @@ def write_indices(
     while m < num_members:
         g = members[m]
         group = g * NUM_FIELDS
+        tokens = groups[group + TOKENS_PER_COLUMN] if unit == COUNT_TOKENS else np.int64(1)
+        fill = fill_of(groups, group, 0, tokens)
         entry = cuda.grid(1)
         while entry < end:
-            # step 2: NULL behind the last entry
-            index = np.int64(NULL_BLOCK_ID)
+            # step 2: the fill behind the last entry
+            index = fill
             if entry < total:
                 # step 3: which request and column
                 i, high = 0, max_num_reqs
@@ -216,17 +234,14 @@ def write_indices(
                         i = middle
                     else:
                         high = middle
-                row = row_of(idx_mapping, i, num_reqs, max_num_reqs)
+                row = row_of(idx_mapping, i, num_reqs, max_num_rows)
                 place = np.int64(entry - indptr[i])
-                tokens = np.int64(1)
-                if unit == COUNT_TOKENS:
-                    tokens = groups[group + TOKENS_PER_COLUMN]
                 column = divide(place, tokens)
                 first_column = first_column_of(groups, group, num_computed_tokens, i, row)
-                filled = filled_columns(groups, group, g, arena, max_num_reqs, row)
+                filled = filled_columns(groups, group, g, arena, max_num_rows, row)
                 table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
-                index = entry_of(arena, table_row, first_column, filled, column)
-                index = index * tokens + (place - column * tokens)
+                block_id = block_of(groups, group, arena, table_row, first_column, filled, column)
+                index = (fill if block_id < 0 else block_id * tokens) + (place - column * tokens)
             # step 4: store the entry
             entries[np.int64(m) * capacity + entry] = index
             entry = advance(entry, cuda.gridsize(1))
@@ -235,44 +250,45 @@ def write_indices(
 
 @cuda.jit
 def write_table(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, groups, members, num_members, arena,  # as above
+    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    num_members, arena,  # as above
     width,  # columns of a row of the table
     counts,  # [2 * max_num_reqs + 2] int32
-    null,
+    null,  # -1; 0: the layout has none
     entry_scale,
     has_values,  # whether a row of V offsets follows each row of K offsets
     value_offset,  # from a K offset to its V offset
     entries,  # [num_members, max_num_reqs, 1 + has_values, width] of the layout's dtype, written
 ):  # fmt: skip
-    """Write the columns in use of every batch row, and the layout's null after them."""
+    """Write the columns in use of every batch row, and the fill behind them."""
     # step 1: which batch row and group
     m = cuda.blockIdx.y
     while m < num_members:
         g = members[m]
         group = g * NUM_FIELDS
+        fill = fill_of(groups, group, null, entry_scale)
         i = cuda.blockIdx.x
         while i < max_num_reqs:
             count = min(width, counts[i])
             before = min(width, counts[max_num_reqs + i])
             start = (np.int64(m) * max_num_reqs + i) * (1 + has_values) * width
-            # step 2: null over what an earlier batch left behind its columns
+            # step 2: the fill over what an earlier batch left behind its columns
             column = count + cuda.threadIdx.x
             while column < before:
-                entries[start + column] = null
+                entries[start + column] = fill
                 if has_values:
-                    entries[start + width + column] = null
+                    entries[start + width + column] = fill
                 column = advance(column, cuda.blockDim.x)
             # step 3: how many of them the window has left behind
-            row = row_of(idx_mapping, i, num_reqs, max_num_reqs)
+            row = row_of(idx_mapping, i, num_reqs, max_num_rows)
             first_column = first_column_of(groups, group, num_computed_tokens, i, row)
-            filled = filled_columns(groups, group, g, arena, max_num_reqs, row)
+            filled = filled_columns(groups, group, g, arena, max_num_rows, row)
             table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
-            first_id = groups[group + BLOCKS_PER_KV_BLOCK] if null != NULL_BLOCK_ID else np.int64(0)
             # step 4: store the columns in use
             column = cuda.threadIdx.x
             while column < count:
-                block_id = entry_of(arena, table_row, first_column, filled, column)
-                entry = null if block_id < first_id else block_id * entry_scale
+                block_id = block_of(groups, group, arena, table_row, first_column, filled, column)
+                entry = fill if block_id < 0 else block_id * entry_scale
                 entries[start + column] = entry
                 if has_values:
                     entries[start + width + column] = entry + value_offset
@@ -283,7 +299,8 @@ def write_table(
 
 @cuda.jit
 def clear_inverse_map(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, groups, members, num_members, arena,  # as above
+    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    num_members, arena,  # as above
     width,  # columns that a row may export
     num_kernel_blocks,
     counts,  # [2 * max_num_reqs + 2] int32
@@ -312,7 +329,8 @@ def clear_inverse_map(
 
 @cuda.jit
 def write_inverse_map(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, groups, members, num_members, arena,  # as above
+    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    num_members, arena,  # as above
     width,  # columns that a row may export
     num_kernel_blocks,
     counts,  # [2 * max_num_reqs + 2] int32
@@ -330,18 +348,17 @@ def write_inverse_map(
             count = min(width, counts[i])
             cell = np.int64(m) * max_num_reqs + i
             # step 2: how many of its columns the window has left behind
-            row = row_of(idx_mapping, i, num_reqs, max_num_reqs)
+            row = row_of(idx_mapping, i, num_reqs, max_num_rows)
             first_column = first_column_of(groups, group, num_computed_tokens, i, row)
-            filled = filled_columns(groups, group, g, arena, max_num_reqs, row)
+            filled = filled_columns(groups, group, g, arena, max_num_rows, row)
             table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
-            first_id = groups[group + BLOCKS_PER_KV_BLOCK]
             column = cuda.threadIdx.x
             while column < count:
                 # step 3: remember its blocks
-                block_id = entry_of(arena, table_row, first_column, filled, column)
+                block_id = block_of(groups, group, arena, table_row, first_column, filled, column)
                 mapped[cell * width + column] = block_id
                 # step 4: store the column of each block, the last one of a block that stands there twice
-                if block_id >= first_id and block_id < num_kernel_blocks:
+                if block_id >= 0 and block_id < num_kernel_blocks:
                     atomic_max(entries, cell * num_kernel_blocks + block_id, column)
                 column = advance(column, cuda.blockDim.x)
             i = advance(i, cuda.gridDim.x)
@@ -350,10 +367,11 @@ def write_inverse_map(
 
 @cuda.jit
 def gather_state_indices(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, groups, members, num_members, arena,  # as above
+    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    num_members, arena,  # as above
     state_columns,  # 0: the first ones, STATE_LAST or STATE_ALIGNED
     num_columns,
-    null,
+    null,  # -1; 0: the layout has none
     entries,  # [num_members, max_num_reqs, num_columns] of the layout's dtype, written
 ):  # fmt: skip
     """Write the blocks that hold every batch row's states."""
@@ -363,21 +381,22 @@ def gather_state_indices(
     while m < num_members:
         g = members[m]
         group = g * NUM_FIELDS
+        fill = fill_of(groups, group, null, 1)
         cell = cuda.grid(1)
         while cell < num_cells:
             i = divide(cell, num_columns)
-            row = row_of(idx_mapping, i, num_reqs, max_num_reqs)
+            row = row_of(idx_mapping, i, num_reqs, max_num_rows)
             # step 2: which column
-            filled = filled_columns(groups, group, g, arena, max_num_reqs, row)
+            filled = filled_columns(groups, group, g, arena, max_num_rows, row)
             first = np.int64(0)
             if state_columns == STATE_LAST:
                 first = max(filled - num_columns, 0)
             if row >= 0 and state_columns == STATE_ALIGNED:
                 first = divide(max(np.int64(seq_lens[i]) - 1, 0), groups[group + TOKENS_PER_COLUMN])
             column = first + (cell - i * num_columns)
-            # step 3: store the block, or null where there is none
+            # step 3: store the block, or the fill where there is none
             table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
-            block_id = entry_of(arena, table_row, 0, filled, column)
-            entries[m * num_cells + cell] = null if block_id == NULL_BLOCK_ID else block_id
+            block_id = block_of(groups, group, arena, table_row, 0, filled, column)
+            entries[m * num_cells + cell] = fill if block_id < 0 else block_id
             cell = advance(cell, cuda.gridsize(1))
         m = advance(m, cuda.gridDim.y)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda
 
-from blocktable import GROUP_FIELDS, NULL_BLOCK_ID, PAD_SLOT_ID
+from blocktable import GROUP_FIELDS
 
 # What the table's groups need (`KernelOptions.features`): the driver replaces these in a copy of a kernel.
 HAS_SHARDS = True
@@ -31,6 +31,9 @@ TABLE_START, WIDTH, TOKENS_PER_COLUMN, BLOCKS_PER_KV_BLOCK, SLOT_MODE = map(
 )
 NULL_IS_PAD, SLIDING_WINDOW, WORLD_SIZE, RANK, INTERLEAVE_SIZE, COLUMN_SHIFT = map(
     GROUP_FIELDS.index, ("null_is_pad", "sliding_window", "world_size", "rank", "interleave_size", "column_shift")
+)
+FILLER, NULL_START, PAD_SLOT_ID, BATCH_START = map(
+    GROUP_FIELDS.index, ("filler", "null_start", "pad_slot_id", "batch_start")
 )
 
 # `inline`, so that a kernel compiles where there is no GPU: Numba asks one for its architecture to compile a call.
@@ -66,12 +69,18 @@ def local_length(groups, group, tokens):
 
 
 @device_function
-def row_of(idx_mapping, batch_index, num_reqs, max_num_reqs):
+def row_of(idx_mapping, batch_index, num_reqs, max_num_rows):
     """Row of a batch index; -1 for a dummy and for padding."""
     if batch_index >= num_reqs:
         return -1
     row = idx_mapping[batch_index]
-    return row if 0 <= row < max_num_reqs else -1
+    return row if 0 <= row < max_num_rows else -1
+
+
+@device_function
+def is_missing(entry, null_start, blocks_per_kv_block):
+    """Whether an int64 entry of a table stands for no block: one comparison, unsigned."""
+    return np.uint32(entry - null_start) < blocks_per_kv_block
 
 
 @device_function
@@ -93,13 +102,13 @@ def apply_changes(
     num_singles,
     num_ranges,
     num_range_values,
-    num_null_ranges,
-    num_nulls,
-    arena,  # [arena_size] int32, written
+    num_constant_ranges,
+    num_constants,
+    arena,  # [arena.size] int32, written
     num_groups,
     max_num_reqs,
-    arena_size,
-    batch,  # [arena_size + 2 + num_groups * max_num_reqs] int32, the copy of its counts written
+    batch_entries,
+    batch,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, the copy of its counts written
     copy_parts,  # blocks that copy the counts of one group; 0: nothing is copied. All further blocks write
     mark,  # of this step; 0: the host waits for none
     last_mark,  # [1] int64, written where counts are copied
@@ -108,10 +117,10 @@ def apply_changes(
     copy_blocks = num_groups * copy_parts
     # step 1: keep the counts that step_batch replaces
     if cuda.blockIdx.x < copy_blocks:
-        held_rows = batch[arena_size]
+        held_rows = batch[batch_entries]
         g = divide_32(cuda.blockIdx.x, copy_parts)
         counts = g * max_num_reqs
-        copy = arena_size + 2 + counts
+        copy = batch_entries + 2 + counts
         i = (cuda.blockIdx.x - g * copy_parts) * cuda.blockDim.x + cuda.threadIdx.x
         while i < max_num_reqs:
             held = batch[counts + i]  # loaded together with how many there are
@@ -120,7 +129,7 @@ def apply_changes(
             batch[copy + i] = held
             i = advance(i, copy_parts * cuda.blockDim.x)
         if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
-            batch[arena_size + 1] = held_rows
+            batch[batch_entries + 1] = held_rows
             last_mark[0] = mark
         return
     thread = (cuda.blockIdx.x - copy_blocks) * cuda.blockDim.x + cuda.threadIdx.x
@@ -139,22 +148,24 @@ def apply_changes(
         range_index = range_of(changes, starts, num_ranges, i)
         arena[np.int64(changes[offsets + range_index]) + (i - changes[starts + range_index])] = changes[values + i]
         i = advance(i, num_threads)
-    # step 4: make the NULL ranges NULL
+    # step 4: store the constant ranges
     offsets = values + num_range_values
-    starts = offsets + num_null_ranges
+    starts = offsets + num_constant_ranges
+    values = starts + num_constant_ranges
     i = thread
-    while i < num_nulls:
-        range_index = range_of(changes, starts, num_null_ranges, i)
-        arena[np.int64(changes[offsets + range_index]) + (i - changes[starts + range_index])] = NULL_BLOCK_ID
+    while i < num_constants:
+        range_index = range_of(changes, starts, num_constant_ranges, i)
+        place = np.int64(changes[offsets + range_index]) + (i - changes[starts + range_index])
+        arena[place] = changes[values + range_index]
         i = advance(i, num_threads)
 
 
 @device_function
-def null_columns(batch, batch_row, columns, held):
+def null_columns(batch, batch_row, columns, held, filler):
     """Make the columns of a batch row from `columns` to `held` NULL, by the threads of a block."""
     column = columns + cuda.threadIdx.x
     while column < held:
-        batch[batch_row + column] = NULL_BLOCK_ID
+        batch[batch_row + column] = filler
         column = advance(column, cuda.blockDim.x)
 
 
@@ -164,40 +175,44 @@ def null_stale_columns(
     num_reqs,
     num_reqs_padded,
     max_num_reqs,
+    max_num_rows,
     groups,  # [num_groups, NUM_FIELDS] int64
     num_groups,
-    arena,  # [arena_size] int32
-    arena_size,
-    batch,  # [arena_size + 1 ..] int32, tables written, counts read
+    arena,  # [arena.size] int32
+    batch_entries,
+    batch,  # [batch_entries + 1 ..] int32, tables written, counts read
 ):
     """Make every batch row NULL after the columns that its row fills."""
     # Rows after this batch hold what a larger one left; further ones are NULL, whatever their old counts say.
-    num_rows = max(batch[arena_size], num_reqs_padded)
+    num_shown = max(batch[batch_entries], num_reqs_padded)
     # step 1: which batch row and group
     g = cuda.blockIdx.y
     while g < num_groups:
         counts = np.int64(g) * max_num_reqs
+        filled = np.int64(g) * max_num_rows
         group = g * NUM_FIELDS
-        table_start, width = groups[group + TABLE_START], groups[group + WIDTH]
+        batch_start, width, filler = groups[group + BATCH_START], groups[group + WIDTH], groups[group + FILLER]
         i = cuda.blockIdx.x
-        while i < num_rows:
+        while i < num_shown:
             # step 2: how many columns its row fills
-            row = row_of(idx_mapping, i, num_reqs, max_num_reqs)
-            columns = 0 if row < 0 else arena[counts + row]
+            row = row_of(idx_mapping, i, num_reqs, max_num_rows)
+            columns = 0 if row < 0 else arena[filled + row]
             # step 3: NULL over what an earlier batch left after them
-            null_columns(batch, table_start + i * width, columns, batch[counts + i])
+            null_columns(batch, batch_start + i * width, columns, batch[counts + i], filler)
             i = advance(i, cuda.gridDim.x)
         g = advance(g, cuda.gridDim.y)
 
 
 @device_function
-def gather_row(idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i):
+def gather_row(
+    idx_mapping, num_computed_tokens, num_reqs, max_num_rows, groups, g, arena, batch, batch_row, filler, i
+):  # fmt: skip
     """Write the columns that one batch row's row fills, by the threads of a block, and return how many they are."""
     group = g * NUM_FIELDS
     table_start, width = groups[group + TABLE_START], groups[group + WIDTH]
     # step 2: how many columns its row fills
-    row = row_of(idx_mapping, i, num_reqs, max_num_reqs)
-    columns = 0 if row < 0 else arena[np.int64(g) * max_num_reqs + row]
+    row = row_of(idx_mapping, i, num_reqs, max_num_rows)
+    columns = 0 if row < 0 else arena[np.int64(g) * max_num_rows + row]
     # step 3: how many of them the window has left behind
     first = np.int64(0)
     if HAS_WINDOWS and i < num_reqs:
@@ -209,16 +224,15 @@ def gather_row(idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, groups,
             first = divide(first, groups[group + TOKENS_PER_COLUMN])
     # step 4: store the columns in use, NULL before them
     table_row = table_start + max(row, 0) * width
-    batch_row = table_start + i * width
     column = cuda.threadIdx.x
     while column < columns:
         # Two at a time: a load after a store would wait for it.
         other = column + cuda.blockDim.x
         block_id = arena[table_row + column]
-        other_id = arena[table_row + other] if other < columns else NULL_BLOCK_ID
-        batch[batch_row + column] = NULL_BLOCK_ID if column < first else block_id
+        other_id = arena[table_row + other] if other < columns else 0
+        batch[batch_row + column] = filler if HAS_WINDOWS and column < first else block_id
         if other < columns:
-            batch[batch_row + other] = NULL_BLOCK_ID if other < first else other_id
+            batch[batch_row + other] = filler if HAS_WINDOWS and other < first else other_id
         column = advance(other, cuda.blockDim.x)
     return columns
 
@@ -230,21 +244,27 @@ def gather_block_tables(
     num_reqs,
     num_reqs_padded,
     max_num_reqs,
+    max_num_rows,
     groups,  # [num_groups, NUM_FIELDS] int64
     num_groups,
-    arena,  # [arena_size] int32
-    arena_size,
-    batch,  # [arena_size + 1 ..] int32, written
+    arena,  # [arena.size] int32
+    batch_entries,
+    batch,  # [batch_entries + 1 ..] int32, written
 ):
     """Write the columns that the batch's rows fill, and remember how many there are."""
     if cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0 and cuda.threadIdx.x == 0:
-        batch[arena_size] = num_reqs_padded
+        batch[batch_entries] = num_reqs_padded
     # step 1: which batch row and group
     g = cuda.blockIdx.y
     while g < num_groups:
+        group = g * NUM_FIELDS
+        batch_start, width, filler = groups[group + BATCH_START], groups[group + WIDTH], groups[group + FILLER]
         i = cuda.blockIdx.x
         while i < num_reqs_padded:
-            columns = gather_row(idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i)
+            columns = gather_row(
+                idx_mapping, num_computed_tokens, num_reqs, max_num_rows, groups, g, arena,
+                batch, batch_start + i * width, filler, i,
+            )  # fmt: skip
             # step 5: remember how many columns the batch row holds
             if cuda.threadIdx.x == 0:
                 batch[np.int64(g) * max_num_reqs + i] = columns
@@ -267,7 +287,7 @@ def request_of(query_start_loc, num_reqs, token):
 
 @device_function
 def map_token(
-    idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs,
+    idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
     groups, g, arena, requests_per_token, token,
 ):  # fmt: skip
     """The slot of one token.
@@ -278,9 +298,11 @@ def map_token(
     group = g * NUM_FIELDS
     table_start, width = groups[group + TABLE_START], groups[group + WIDTH]
     tokens_per_column, slot_mode = groups[group + TOKENS_PER_COLUMN], groups[group + SLOT_MODE]
-    column_shift = groups[group + COLUMN_SHIFT]
+    column_shift, pad_slot_id = groups[group + COLUMN_SHIFT], groups[group + PAD_SLOT_ID]
+    null_is_pad, null_start = groups[group + NULL_IS_PAD], groups[group + NULL_START]
+    blocks_per_kv_block = groups[group + BLOCKS_PER_KV_BLOCK]
     if num_reqs <= 0 or num_positions <= 0:
-        return np.int64(PAD_SLOT_ID)
+        return pad_slot_id
     request = min((token * requests_per_token) >> 32, num_reqs - 1)  # a guess, which step 3 checks
     end_of_tokens = query_start_loc[num_reqs]
     start, end = query_start_loc[request], query_start_loc[request + 1]
@@ -294,8 +316,10 @@ def map_token(
     if is_valid & ((start > token) | (end <= token)):
         request = request_of(query_start_loc, num_reqs, token)
         row = idx_mapping[request] if request >= 0 else -1
-    is_valid = is_valid & (row >= 0) & (row < max_num_reqs) & (position >= 0)
-    columns = arena[np.int64(g) * max_num_reqs + row] if is_valid else 0
+        if HAS_MODES:
+            end = query_start_loc[request + 1]
+    is_valid = is_valid & (row >= 0) & (row < max_num_rows) & (position >= 0)
+    columns = arena[np.int64(g) * max_num_rows + row] if is_valid else 0
     local = position if is_valid else np.int64(0)
     # step 4: whose token it is, and its index among this rank's tokens
     if HAS_SHARDS and groups[group + WORLD_SIZE] > 1:
@@ -305,7 +329,10 @@ def map_token(
         is_valid = is_valid & (turn - round_index * world_size == groups[group + RANK])
         local = round_index * interleave_size + (local - turn * interleave_size)
     if HAS_MODES and slot_mode == SLOT_MODE_RING:
-        ring = max(columns * tokens_per_column, 1)
+        ring = columns * tokens_per_column
+        last_position = positions[min(end, num_positions) - 1] if is_valid else np.int64(0)
+        is_valid = is_valid & (max(last_position, 0) - local < ring)
+        ring = max(ring, 1)
         local = local - divide(local, ring) * ring
     # step 5: which column, and whether the row fills it
     column = divide(local, tokens_per_column) if HAS_ODD_SIZES else local >> column_shift
@@ -313,9 +340,9 @@ def map_token(
     is_entry = is_valid & (column < width)
     block_id = np.int64(arena[table_start + row * width + column] if is_entry else 0)
     is_valid = is_valid & (column < columns)
-    if HAS_NULL_PADS and groups[group + NULL_IS_PAD]:
-        is_valid = is_valid & (block_id >= groups[group + BLOCKS_PER_KV_BLOCK])
-    return block_id * tokens_per_column + (local - column * tokens_per_column) if is_valid else np.int64(PAD_SLOT_ID)
+    if HAS_NULL_PADS and null_is_pad:
+        is_valid = is_valid & (not is_missing(block_id, null_start, blocks_per_kv_block))
+    return block_id * tokens_per_column + (local - column * tokens_per_column) if is_valid else pad_slot_id
 
 
 @cuda.jit
@@ -325,11 +352,11 @@ def map_slots(
     positions,  # [num_positions] int64, token -> its index in its request
     num_reqs,
     num_positions,
-    max_num_reqs,
+    max_num_rows,
     groups,  # [>= first_group + num_groups, NUM_FIELDS] int64
     first_group,
     num_groups,
-    arena,  # [arena_size] int32
+    arena,  # [arena.size] int32
     slots,  # [num_groups, slots_stride] of the slot dtype, the first num_slots of each written
     slots_stride,
     num_slots,
@@ -342,7 +369,7 @@ def map_slots(
         token = cuda.grid(1)
         while token < num_slots:
             slot = map_token(
-                idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs,
+                idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
                 groups, first_group + y, arena, requests_per_token, token,
             )  # fmt: skip
             # step 7: store the slot
@@ -361,12 +388,13 @@ def step_batch(
     num_reqs_padded,
     num_positions,
     max_num_reqs,
+    max_num_rows,
     requests_per_token,  # times 2**32
     groups,  # [num_groups, NUM_FIELDS] int64
     num_groups,
-    arena,  # [arena_size] int32
-    arena_size,
-    batch,  # [arena_size + 2 + num_groups * max_num_reqs] int32, written
+    arena,  # [arena.size] int32
+    batch_entries,
+    batch,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, written
     slots,  # [num_groups, num_slots] of the slot dtype, written
     num_slots,
     gather_blocks,  # 0: nothing is gathered
@@ -376,10 +404,10 @@ def step_batch(
 ):
     """The gather and the slots of a whole step: the first gather_blocks blocks gather, the last shows, others map."""
     if cuda.blockIdx.x < gather_blocks:
-        held = arena_size + 2
+        held = batch_entries + 2
         held_rows = batch[held - 1]
         if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
-            batch[arena_size] = num_reqs_padded
+            batch[batch_entries] = num_reqs_padded
         pair = cuda.blockIdx.x
         is_pair = True  # the first turn waits for no load
         while is_pair:
@@ -387,11 +415,14 @@ def step_batch(
             g = pair - i * num_groups
             cell = g * max_num_reqs + i
             held_columns = batch[held + cell]
-            columns = gather_row(idx_mapping, num_computed_tokens, num_reqs, max_num_reqs, groups, g, arena, batch, i)
+            group = g * NUM_FIELDS
+            batch_row, filler = groups[group + BATCH_START] + i * groups[group + WIDTH], groups[group + FILLER]
+            columns = gather_row(
+                idx_mapping, num_computed_tokens, num_reqs, max_num_rows, groups, g, arena, batch, batch_row, filler, i
+            )
             stale = held_columns if i < held_rows else 0
             if stale > columns:
-                group = g * NUM_FIELDS
-                null_columns(batch, groups[group + TABLE_START] + i * groups[group + WIDTH], columns, stale)
+                null_columns(batch, batch_row, columns, stale, filler)
             if cuda.threadIdx.x == 0 and i < num_reqs_padded:
                 batch[cell] = columns
             pair = advance(pair, gather_blocks)
@@ -407,7 +438,7 @@ def step_batch(
     token = (block - g * blocks_per_group) * cuda.blockDim.x + cuda.threadIdx.x
     while token < num_slots:
         slot = map_token(
-            idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs,
+            idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
             groups, g, arena, requests_per_token, token,
         )  # fmt: skip
         slots[g * num_slots + token] = slot

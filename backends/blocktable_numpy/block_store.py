@@ -23,6 +23,8 @@ from blocktable_numpy.exports import (
     clear_inverse_map,
     count_entries,
     gather_state_indices,
+    map_positions,
+    map_requests,
     start_requests,
     write_indices,
     write_inverse_map,
@@ -142,28 +144,54 @@ class NumpyBlockStore:
     def export(self, layout: Layout, batch: Batch, out: ExportBuffers, *, stream: int | None) -> None:
         kind, counts = layout.kind, out.counts
         rows, first_columns = self.rows_of(batch), self.first_columns(batch)
-        seq_lens = None if batch.seq_lens is None else host_array(batch.seq_lens)
-        group, max_num_reqs = self.config.groups[out.groups[0]], self.config.max_num_reqs
-        tokens, table = group.tokens_per_column, (self.row_starts, self.arena, out.members)
-        nulls = (self.null_starts, self.blocks_per_kv_block, out.fills)
-        if kind == "state":
-            states = _given(out.entries).reshape(len(out.groups), max_num_reqs, layout.num_columns)
-            gather_state_indices(rows, seq_lens, self.filled, *table, *nulls, tokens, layout, states)
+        if kind == "token_requests":
+            map_requests(rows, host_array(batch.query_start_loc), _given(out.indptr), _given(out.entries))
             return
-        lengths = self._local_lengths(rows, seq_lens, group)
-        count_entries(rows, lengths, self.filled, out.members, out.width, tokens, kind, counts, out.lengths)
-        if kind in ("csr", "token_csr"):
-            by_token, indptr = kind == "token_csr", _given(out.indptr)
-            sizes = (rows.size, max_num_reqs, out.capacity, 1 if by_token else tokens)
+        seq_lens = None if batch.seq_lens is None else host_array(batch.seq_lens)
+        group, max_batch = self.config.groups[out.groups[0]], out.max_batch
+        tokens, table = group.tokens_per_column, (self.row_starts, self.arena, out.members)
+        nulls = (self.null_starts, self.blocks_per_kv_block)
+        if kind == "state":
+            states = _given(out.entries).reshape(len(out.groups), max_batch, layout.num_columns)
+            gather_state_indices(rows, seq_lens, self.filled, *table, *nulls, out.fills, tokens, layout, states)
+            return
+        lengths, part_columns = self._parts(batch, rows, group, out.num_cut)
+        if kind == "ring":
+            first_columns = self._first_columns_of_rings(batch, rows, lengths)
+        count_entries(
+            rows, lengths, part_columns, self.filled, out.members, out.width, tokens, kind, counts, out.lengths
+        )
+        columns = (first_columns, part_columns)
+        if kind in ("csr", "token_csr", "block_requests"):
+            indptr = _given(out.indptr)
+            sizes = (rows.size, max_batch, out.capacity, 1 if kind == "token_csr" else tokens)
             start_requests(*sizes, _given(out.lengths), counts, indptr, _given(out.last_page_lens), _given(out.num_cut))
-            write_indices(rows, first_columns, *table, *nulls, tokens, by_token, counts, indptr, _given(out.entries))
-        elif kind in ("table", "kv_offsets"):
+            write_indices(rows, *columns, *table, *nulls, out.fills, tokens, kind, counts, indptr, _given(out.entries))
+        elif kind in ("table", "kv_offsets", "ring"):
             entries = _given(out.entries)
-            write_table(rows, first_columns, *table, *nulls, max_num_reqs, layout, counts, entries)
+            write_table(rows, *columns, *table, *nulls, out.fills, max_batch, self.filled, layout, counts, entries)
         elif kind == "inverse_map":
             mapped, entries = _given(out.mapped), _given(out.entries)
-            clear_inverse_map(max_num_reqs, counts, mapped, out.fills, entries)
-            write_inverse_map(rows, first_columns, *table, *nulls[:2], max_num_reqs, counts, mapped, entries)
+            clear_inverse_map(max_batch, counts, mapped, out.fills, entries)
+            write_inverse_map(rows, *columns, *table, *nulls, max_batch, counts, mapped, entries)
+
+    def map_positions(self, rows: Any, group: int, positions: Any, out: Any, *, stream: int | None) -> None:
+        spec, shard = self.config.groups[group], self.config.context_parallel
+        map_positions(
+            host_array(rows),
+            host_array(positions),
+            self.filled[group],
+            self.table(group),
+            spec.tokens_per_column,
+            spec.blocks_per_kv_block,
+            spec.slot_mode == "ring",
+            spec.null_is_pad or spec.null_block_id < 0,
+            spec.null_start,
+            shard.world_size if spec.is_sharded else 1,
+            shard.rank,
+            shard.interleave_size,
+            host_array(out),
+        )
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
         if out.entries is not None:
@@ -187,6 +215,17 @@ class NumpyBlockStore:
                 columns[:] = tokens // group.tokens_per_column
         return first_columns
 
+    def _first_columns_of_rings(self, batch: Batch, rows: Ints, lengths: Ints) -> Ints:
+        """Return [num_groups, num_reqs] int64, batch index -> columns of true positions that its ring has not (R35)."""
+        first_columns = np.zeros((len(self.config.groups), batch.num_reqs), np.int64)
+        for columns, group, filled in zip(first_columns, self.config.groups, self.filled, strict=True):
+            tokens = group.tokens_per_column
+            columns[:] = np.maximum(lengths - filled[rows].astype(np.int64) * tokens, 0) // tokens
+            if batch.num_computed_tokens is not None and group.sliding_window is not None:
+                computed = host_array(batch.num_computed_tokens).astype(np.int64)
+                np.maximum(columns, np.maximum(0, computed - group.sliding_window + 1) // tokens, out=columns)
+        return first_columns
+
     def rows_of(self, batch: Batch) -> Ints:
         """Return [num_reqs] int64, batch index -> row; -1 for a dummy (R10)."""
         if batch.idx_mapping is None:
@@ -194,11 +233,25 @@ class NumpyBlockStore:
         rows = host_array(batch.idx_mapping)
         return np.where((rows >= 0) & (rows < self.config.num_rows), rows, np.int64(-1))
 
-    def _local_lengths(self, rows: Ints, seq_lens: Ints | None, group: KVCacheGroup) -> Ints:
-        """Return [num_reqs] int64, batch index -> tokens that this rank holds, 0 for a dummy (R27)."""
-        if seq_lens is None:
+    def _parts(self, batch: Batch, rows: Ints, group: KVCacheGroup, num_cut: Ints | None) -> tuple[Ints, Ints]:
+        """Return tokens of each request's part on this rank, and the column that it begins with (R27, R34).
+
+        Args:
+            num_cut: [1] int32. First tokens that are no boundary are added.
+        """
+        lengths, firsts = (self._local(tokens, rows, group) for tokens in (batch.seq_lens, batch.first_tokens))
+        tokens = group.tokens_per_column
+        columns = firsts // tokens
+        if num_cut is not None:
+            rounded = np.count_nonzero(firsts % tokens)
+            num_cut[0] = min(int(num_cut[0]) + rounded, np.iinfo(np.int32).max)
+        return np.maximum(lengths - columns * tokens, 0), columns
+
+    def _local(self, tokens: Any, rows: Ints, group: KVCacheGroup) -> Ints:
+        """Return [num_reqs] int64, batch index -> how many of so many tokens this rank holds, 0 for a dummy."""
+        if tokens is None:
             return np.zeros(rows.size, np.int64)
-        lengths: Ints = np.maximum(seq_lens[: rows.size].astype(np.int64), 0) * (rows >= 0)
+        lengths: Ints = np.maximum(host_array(tokens).astype(np.int64), 0) * (rows >= 0)
         return self.config.context_parallel.local_lengths(lengths) if group.is_sharded else lengths
 
 

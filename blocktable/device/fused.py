@@ -76,10 +76,10 @@ class FusedStep:
             return
         driver = self._driver
         apply, mark = self._launches.apply_changes(block, used, self._apply_memory, self._numbers)
-        if not driver.is_mapped:
+        if not driver.is_mapped and mark is not None:
             driver.send(block, used, stream)
-        self._graph.run([apply, *self._rest], stream)
-        if self._numbers is not None and (driver.is_mapped or not mark):
-            block.mark = mark or None  # None: its changes travelled in the launch's own parameters
+        self._graph.run([apply, *self._rest], stream, is_refilled=mark is None)
+        if mark is None or (self._numbers is not None and driver.is_mapped):
+            block.mark = mark
         else:  # the host sees no number where it shares no memory with kernels
             block.mark = driver.mark(stream)

@@ -71,6 +71,7 @@ class _Node:
         self.arguments = KernelArguments(signature_of(kernel.name).layout, num_extra=kernel.num_extra)
         self._kernel = kernel  # whoever loaded it unloads what nobody holds
         self.grid: Grid = (1, 1)
+        self.launch: Launch | None = None  # the last one that it was set to
         params = driver.CUDA_KERNEL_NODE_PARAMS()
         params.gridDimX = params.gridDimY = params.gridDimZ = 1
         params.blockDimX, params.blockDimY, params.blockDimZ = kernel.num_threads, 1, 1
@@ -121,21 +122,29 @@ class StepGraph:
         add = getattr(self._driver, "cuGraphAddDependencies_v2", self._driver.cuGraphAddDependencies)
         _checked(add(self._graph, [before], [after], [edge], 1))
 
-    def run(self, launches: Sequence[Launch], stream: int) -> None:
+    def run(self, launches: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
         """Launch the graph on a stream, after what is queued there; returns immediately.
 
         A launch that is the same object as last time is left as it is; launches in flight keep their parameters.
+
+        Args:
+            launches: as many as it was made of.
+            stream: to launch on.
+            is_refilled: whether the structure that the first one takes by value holds something else by now.
         """
         present = self._present
         for index, launch in enumerate(launches):
-            if launch is not present[index]:
+            if launch is not present[index] or is_refilled:
                 kernel, grid, arguments = launch
                 node = self._nodes[index].get(kernel)
                 if node is None:
                     node = self._nodes[index][kernel] = _Node(kernel)
-                node.arguments.set(arguments)
-                if grid != node.grid:
-                    node.params.gridDimX, node.params.gridDimY = node.grid = grid
+                if launch is not node.launch:
+                    node.arguments.set(arguments)
+                    if grid != node.grid:
+                        node.params.gridDimX, node.params.gridDimY = node.grid = grid
+                    node.launch = launch
+                is_refilled = False
                 error = self._set_params(self._exec_address, self._node_addresses[index], node.params_address)
                 if error:
                     raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
@@ -157,7 +166,7 @@ class DirectLaunches:
     def __init__(self, launches: Sequence[Launch], *, overlaps: bool = False) -> None:
         """Nothing has to be prepared."""
 
-    def run(self, launches: Sequence[Launch], stream: int) -> None:
+    def run(self, launches: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
         """Run them, one after another."""
         for kernel, grid, arguments in launches:
             kernel(grid, arguments, stream)

@@ -48,11 +48,13 @@ class ApplyMemory(NamedTuple):
         addresses: apply_changes' arguments from `arena` to `copy_parts`.
         last_mark: address; 0 where no counts are copied.
         copy_blocks: blocks that copy counts.
+        made: launches by value that may be used again: the same objects.
     """
 
     addresses: tuple[int, ...]
     last_mark: int
     copy_blocks: int
+    made: dict[Any, Launch]
 
 
 class Launches:
@@ -68,6 +70,7 @@ class Launches:
         has_step_batch: whether gather and slots have a kernel of their own in a fused step.
         num_slots: entries of a group's slots in a set of outputs.
         all_groups: 0 .. num_groups - 1.
+        most_by_value: int32 entries of the largest changes that travel in a launch's own parameters; 0: none do.
     """
 
     def __init__(self, config: BlockTableConfig, driver: Driver, arena: Any, *, by_value: bool) -> None:
@@ -90,6 +93,7 @@ class Launches:
             self.kernel(name)
         self._apply = self.kernel("apply_changes")
         sizes = driver.change_sizes if by_value else ()
+        self.most_by_value: int = max(sizes, default=0)
         self._by_value = [(size, self.kernel(f"apply_changes_{size}")) for size in sizes]
         self._num_groups = len(config.groups)
         self.all_groups: range = range(self._num_groups)
@@ -131,12 +135,12 @@ class Launches:
         """
         copy_parts = self._copy_parts if batch else 0
         addresses = (self._arena_address + 4 * first_entry, *self._sizes, batch, copy_parts)
-        return ApplyMemory(addresses, last_mark, self._num_groups * copy_parts)
+        return ApplyMemory(addresses, last_mark, self._num_groups * copy_parts, {})
 
     def apply_changes(
         self, block: HostBlock, used: int, memory: ApplyMemory, marks: StepMarks | None = None
-    ) -> tuple[Launch, int]:
-        """Return the launch of a commit, and the number of its step where the block is in use until then; else 0.
+    ) -> tuple[Launch, int | None]:
+        """Return the launch of a commit, and the number of its step, 0 without one; None: the block is free already.
 
         Args:
             block: holds packed changes.
@@ -148,8 +152,12 @@ class Launches:
         most = max(counts[0], counts[2], counts[4])  # single values, range values, entries of constant ranges
         grid = (memory.copy_blocks + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS), 1)
         for size, kernel in self._by_value:
-            if used <= size:  # the block is free already: a launch keeps its parameters
-                return (kernel, grid, (block.host_address, *memory.addresses, 0, memory.last_mark)), 0
+            if used <= size:  # a launch keeps its parameters
+                launch = memory.made.get((kernel, grid))
+                if launch is None or launch[2][0] != block.host_address:
+                    arguments = (block.host_address, *memory.addresses, 0, memory.last_mark)
+                    launch = memory.made[kernel, grid] = kernel, grid, arguments
+                return launch, None
         mark = 0
         if marks is not None:
             mark = marks.last = marks.last + 1

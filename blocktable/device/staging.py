@@ -54,14 +54,14 @@ class StepMarks:
         block: [>= 2 entries]; its memory holds the number.
 
     Attributes:
-        address: of that memory, for the kernel.
+        address: of that memory, for the kernel; where it shares none with the host, of a copy at which nobody looks.
         shown: [1] int64. The host's view of it.
         last: number of the last step that needed one; counted from 1.
     """
 
     def __init__(self, block: HostBlock) -> None:
         self._block = block  # owns the memory
-        self.address: int = block.host_address  # a copy on the device is no place that the host sees
+        self.address: int = block.address
         self.shown: IntArray = block.host[:2].view(np.int64)
         self.shown[0] = 0
         self.last: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 
@@ -65,9 +66,11 @@ class DeviceStore:
         self._order = StreamOrder(driver)
         self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
         self._last_mark: Array = driver.full(1, 0, "int64")
-        steady = steady_entries(config)
-        steady = next((size for size in driver.change_sizes if size >= steady), steady)  # a launch copies a whole size
-        self._changes = StagingRing(driver, steady, config.steps_in_flight, self._order, self._marks)
+        self._changes = StagingRing(driver, steady_entries(config), config.steps_in_flight, self._order, self._marks)
+        # A launch copies what travels by value, so that one block is enough; the host reads pinned memory more slowly.
+        largest = self._launches.most_by_value
+        by_value = cycle([HostBlock(np.empty(largest, np.int32), 0)])
+        self._lendable = by_value if largest else self._changes.blocks
         # gather and compute_slot_mappings take a block each.
         entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
         self._inputs = StagingRing(driver, entries, 2 * config.steps_in_flight, self._order)
@@ -145,7 +148,7 @@ class DeviceStore:
             refuse_capture(is_capturing, "A commit")
         block = self._lent[0]
         if block is None or block.mark is not None:  # otherwise it was lent for a commit of nothing, or by value
-            block = next(self._changes.blocks)
+            block = next(self._lendable)
             mark = block.mark
             # Most often the device is many steps further: a look at memory, and no call.
             if mark is not None and (self._marks is None or type(mark) is not int or self._marks.shown[0] < mark):
@@ -188,10 +191,11 @@ class DeviceStore:
 
     def _apply(self, block: HostBlock, used: int, stream: int, first_entry: int = 0) -> None:
         """Launch a commit alone, and mark the block."""
-        launch, _ = self._launches.apply_changes(block, used, self._launches.apply_memory(first_entry))
-        self.driver.send(block, used, stream)
+        launch, mark = self._launches.apply_changes(block, used, self._launches.apply_memory(first_entry))
+        if mark is not None:
+            self.driver.send(block, used, stream)
         run([launch], stream)
-        block.mark = self.driver.mark(stream)
+        block.mark = None if mark is None else self.driver.mark(stream)
 
     # Steps.
 

@@ -22,6 +22,9 @@ RULES = {
     "kv_offsets": "R29",
     "inverse_map": "R30",
     "state": "R31",
+    "ring": "R35",
+    "token_requests": "R35",
+    "block_requests": "R35",
 }
 """Kind of a layout -> the rule that says what it holds."""
 
@@ -40,16 +43,22 @@ class ExportPair:
     """
 
     def __init__(
-        self, pair: Pair, layout: Layout, groups: Sequence[int] = (0,), *, capacity: int | None = None
+        self,
+        pair: Pair,
+        layout: Layout,
+        groups: Sequence[int] = (0,),
+        *,
+        capacity: int | None = None,
+        max_batch: int | None = None,
     ) -> None:
         self.pair = pair
         self.layout = layout
         self.groups = tuple(groups)
-        self.out = pair.table.create_export(layout, self.groups, capacity=capacity)
+        self.out = pair.table.create_export(layout, self.groups, capacity=capacity, max_batch=max_batch)
         self.rules = f"R25, {RULES[layout.kind]}"
         self._addresses = self._current_addresses()
         self._num_cut = 0
-        self.check_written([])
+        self.check_written([], query_start_loc=[0])
 
     def run(
         self,
@@ -59,6 +68,9 @@ class ExportPair:
         num_reqs: int | None = None,
         num_reqs_padded: int | None = None,
         num_computed_tokens: Sequence[int] | None = None,
+        first_tokens: Sequence[int] | None = None,
+        query_start_loc: Sequence[int] | None = None,
+        num_tokens_padded: int | None = None,
     ) -> Any:
         """Export a batch on both; check the whole arrays and the views.
 
@@ -67,18 +79,23 @@ class ExportPair:
         subject = self.pair.subject
         requests = _first_length(idx_mapping, seq_lens, num_reqs)
         mapping = range(requests) if idx_mapping is None else idx_mapping
-        num_cut = self.expected(mapping, seq_lens, num_computed_tokens).num_cut
-        if num_cut and self.is_on_host:
-            with must_raise(ArgumentError, "R27", f"an export that leaves {num_cut} entries out"):
-                self._run_on_table(idx_mapping, seq_lens, num_reqs, num_reqs_padded, num_computed_tokens)
+        extra: dict[str, Any] = {"first_tokens": first_tokens, "query_start_loc": query_start_loc}
+        oracle = self._oracle(mapping, seq_lens, num_computed_tokens, **extra)
+        num_cut = self._expected_of(oracle).num_cut
+        is_boundary = all(map(oracle.is_boundary, oracle.batch))
+        given = (idx_mapping, seq_lens, num_reqs, num_reqs_padded, num_computed_tokens)
+        if (num_cut or not is_boundary) and self.is_on_host:
+            with must_raise(ArgumentError, "R27, R34", f"an export that leaves out or rounds {num_cut}"):
+                self._run_on_table(*given, **extra, num_tokens_padded=num_tokens_padded)
             return None
-        result = self._run_on_table(idx_mapping, seq_lens, num_reqs, num_reqs_padded, num_computed_tokens)
-        self.check_written(mapping, seq_lens, num_computed_tokens=num_computed_tokens)
-        self.check_views(result, requests if num_reqs_padded is None else num_reqs_padded)
+        result = self._run_on_table(*given, **extra, num_tokens_padded=num_tokens_padded)
+        rules = "" if first_tokens is None else "R34"
+        self.check_written(mapping, seq_lens, num_computed_tokens=num_computed_tokens, rules=rules, **extra)
+        self.check_views(result, requests if num_reqs_padded is None else num_reqs_padded, num_tokens_padded)
         self._num_cut = min(self._num_cut + num_cut, 2**31 - 1)
         if self.out.num_cut is not None:
             got = subject.to_host(self.out.num_cut).tolist()
-            check(got == [self._num_cut], "R27", f"num_cut must be [{self._num_cut}], got {got}.")
+            check(got == [self._num_cut], "R27, R34", f"num_cut must be [{self._num_cut}], got {got}.")
         return result
 
     @property
@@ -93,6 +110,10 @@ class ExportPair:
         num_reqs: int | None,
         num_reqs_padded: int | None,
         num_computed_tokens: Sequence[int] | None,
+        *,
+        first_tokens: Sequence[int] | None,
+        query_start_loc: Sequence[int] | None,
+        num_tokens_padded: int | None,
     ) -> Export:
         subject = self.pair.subject
 
@@ -107,8 +128,35 @@ class ExportPair:
             num_reqs=num_reqs,
             num_reqs_padded=num_reqs_padded,
             num_computed_tokens=given(num_computed_tokens),
+            first_tokens=given(first_tokens),
+            query_start_loc=given(query_start_loc),
+            num_tokens_padded=num_tokens_padded,
             out=self.out,
         )
+
+    def _oracle(
+        self,
+        idx_mapping: Sequence[int],
+        seq_lens: Sequence[int] | None = None,
+        num_computed_tokens: Sequence[int] | None = None,
+        first_tokens: Sequence[int] | None = None,
+        query_start_loc: Sequence[int] | None = None,
+    ) -> ExportOracle:
+        return ExportOracle(
+            self.pair.oracle,
+            self.pair.config,
+            self.layout,
+            self.groups,
+            idx_mapping,
+            seq_lens,
+            num_computed_tokens,
+            first_tokens,
+            query_start_loc,
+            max_batch=self.out.max_batch,
+        )
+
+    def _expected_of(self, oracle: ExportOracle) -> Exported:
+        return oracle.run(capacity=self.out.capacity, num_kernel_blocks=self.out.num_kernel_blocks)
 
     def expected(
         self,
@@ -117,11 +165,7 @@ class ExportPair:
         num_computed_tokens: Sequence[int] | None = None,
     ) -> Exported:
         """Return the oracle's answer."""
-        oracle = ExportOracle(
-            *(self.pair.oracle, self.pair.config, self.layout, self.groups),
-            *(idx_mapping, seq_lens, num_computed_tokens),
-        )
-        return oracle.run(capacity=self.out.capacity, num_kernel_blocks=self.out.num_kernel_blocks)
+        return self._expected_of(self._oracle(idx_mapping, seq_lens, num_computed_tokens))
 
     def check_written(
         self,
@@ -129,15 +173,18 @@ class ExportPair:
         seq_lens: Sequence[int] | None = None,
         *,
         num_computed_tokens: Sequence[int] | None = None,
+        first_tokens: Sequence[int] | None = None,
+        query_start_loc: Sequence[int] | None = None,
         rules: str = "",
     ) -> None:
         """Check the whole arrays against the oracle, whatever wrote them.
 
         Args:
-            idx_mapping, seq_lens, num_computed_tokens: the batch.
+            idx_mapping, seq_lens, num_computed_tokens, first_tokens, query_start_loc: the batch.
             rules: what a wrong entry breaks besides R25 and the rule of the kind.
         """
-        expected = self.expected(idx_mapping, seq_lens, num_computed_tokens)
+        oracle = self._oracle(idx_mapping, seq_lens, num_computed_tokens, first_tokens, query_start_loc)
+        expected = self._expected_of(oracle)
         for name in ARRAYS:
             array, wanted = getattr(self.out, name), getattr(expected, name)
             check(
@@ -150,16 +197,16 @@ class ExportPair:
                 self._check_array(name, self.pair.subject.to_host(array), np.array(wanted, dtype), rules)
         check(self._current_addresses() == self._addresses, "R25", "an array of an export moved.")
 
-    def check_views(self, result: Export, num_rows: int) -> None:
-        """Check what a call returned: views of the buffers, as many batch rows as were asked for."""
+    def check_views(self, result: Export, num_rows: int, num_tokens: int | None = None) -> None:
+        """Check what a call returned: views of the buffers, as many batch rows, or tokens, as were asked for."""
         out, to_host = self.out, self.pair.subject.to_host
         is_csr = out.indptr is not None
         check(len(result.entries) == (0 if out.entries is None else len(self.groups)), self.rules, "an array a group.")
         for index, view in enumerate(result.entries):
             whole = out.entries[index]  # type: ignore[index]
-            if num_rows or is_csr:
+            if (num_rows or is_csr) and num_tokens != 0:
                 check(address(view) == address(whole), "R25", f"the entries of group {self.groups[index]} are a copy.")
-            rows = to_host(whole) if is_csr else to_host(whole)[:num_rows]
+            rows = to_host(whole)[:num_tokens] if is_csr else to_host(whole)[:num_rows]
             got = to_host(view)
             check(np.array_equal(got.reshape(rows.shape), rows), "R25", f"the view of the entries is {got.shape}.")
         for name, length in (("indptr", num_rows + 1), ("last_page_lens", num_rows), ("lengths", num_rows)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -21,10 +22,10 @@ class Exported:
 
     Attributes:
         entries: one nested list for each group, of the shape that `ExportBuffers.entries` has.
-        indptr: [max_num_reqs + 1].
-        last_page_lens: [max_num_reqs].
-        lengths: [max_num_reqs].
-        num_cut: entries that the capacity leaves out.
+        indptr: [max_batch + 1].
+        last_page_lens: [max_batch].
+        lengths: [max_batch].
+        num_cut: entries that the capacity leaves out, and first tokens that are no boundary.
     """
 
     entries: list[Any]
@@ -42,11 +43,13 @@ class Request:
         row: its row.
         seq_len: tokens of its sequence; 0 where none are given.
         num_computed_tokens: tokens before this step; None where they are not given.
+        first_token: where its part of the row begins.
     """
 
     row: int
     seq_len: int = 0
     num_computed_tokens: int | None = None
+    first_token: int = 0
 
 
 class ExportOracle:
@@ -57,7 +60,8 @@ class ExportOracle:
         config: its config.
         layout: the layout.
         groups: the groups.
-        batch: [max_num_reqs] requests; those behind the batch are dummies.
+        batch: [max_batch] requests; those behind the batch are dummies.
+        starts: [num_reqs + 1]. First token of each request; None where they are not given.
     """
 
     def __init__(
@@ -69,7 +73,11 @@ class ExportOracle:
         idx_mapping: Sequence[int],
         seq_lens: Sequence[int] | None = None,
         num_computed_tokens: Sequence[int] | None = None,
+        first_tokens: Sequence[int] | None = None,
+        query_start_loc: Sequence[int] | None = None,
+        max_batch: int | None = None,
     ) -> None:
+        self.starts = query_start_loc
         self.table = table
         self.config = config
         self.layout = layout
@@ -79,10 +87,12 @@ class ExportOracle:
                 row,
                 0 if seq_lens is None else seq_lens[i],
                 None if num_computed_tokens is None else num_computed_tokens[i],
+                0 if first_tokens is None else max(0, first_tokens[i]),
             )
             for i, row in enumerate(idx_mapping)
         ]
-        self.batch += [Request(-1) for _ in range(table.num_batch_rows - len(self.batch))]
+        num_rows = table.num_batch_rows if max_batch is None else max_batch
+        self.batch += [Request(-1) for _ in range(num_rows - len(self.batch))]
 
     @property
     def shape(self) -> Geometry:
@@ -93,13 +103,22 @@ class ExportOracle:
     def width(self) -> int:
         """Columns of an export's rows (R26)."""
         size, width = self.shape.kernel_block_size, self.shape.width
+        if self.layout.kind == "ring":
+            width = ceil_div(self.config.max_model_len + self.config.lookahead_tokens, size)
+            while width % self._step(self.config.width_alignment) or width % self._step(self.layout.width_tokens):
+                width += 1
+            return width
         if self.layout.kind not in ("table", "kv_offsets"):
             return width
         if self.layout.exact_width:
             ranks = self.shape.share.world_size if self.shape.share else 1
             return ceil_div(self.config.max_model_len + self.config.lookahead_tokens, size * ranks)
-        step = self.layout.width_tokens // gcd(self.layout.width_tokens, size)
+        step = self._step(self.layout.width_tokens)
         return ceil_div(width, step) * step
+
+    def _step(self, tokens: int) -> int:
+        """Return what a width is a multiple of where its tokens are one of `tokens`."""
+        return tokens // gcd(tokens, self.shape.kernel_block_size)
 
     def is_dummy(self, request: Request) -> bool:
         """Say whether a batch row stands for no row (R10)."""
@@ -108,13 +127,34 @@ class ExportOracle:
     def columns(self, group: int, request: Request) -> list[int]:
         """Return the entries that a batch shows of a request (R10, R11), as many as every group of the export has."""
         least = min(len(self.table.committed_columns(other, request.row)) for other in self.groups)
-        return self.table.batch_columns(group, request.row, request.num_computed_tokens)[: min(least, self.width)]
+        whole = self.table.batch_columns(group, request.row, request.num_computed_tokens)[: min(least, self.width)]
+        return whole[self.first_column(request) :]
+
+    def local(self, tokens: int) -> int:
+        """Return how many of the first tokens of a request this rank holds (R19)."""
+        return tokens if self.shape.share is None else self.shape.share.local_length(tokens)
+
+    def first_column(self, request: Request) -> int:
+        """Return the column of its row that a request's part begins with (R34)."""
+        return 0 if self.is_dummy(request) else self.local(request.first_token) // self.shape.kernel_block_size
+
+    def is_rounded(self, request: Request) -> bool:
+        """Say whether this rank rounds a request's first token down (R34)."""
+        return not self.is_dummy(request) and self.local(request.first_token) % self.shape.kernel_block_size != 0
+
+    def is_boundary(self, request: Request) -> bool:
+        """Say whether a block begins at a request's first token on every rank (R34)."""
+        share, size = self.shape.share, self.shape.kernel_block_size
+        if share is None or self.is_dummy(request):
+            return not self.is_rounded(request)
+        ranks = [share._replace(rank=rank) for rank in range(share.world_size)]
+        return all(rank.local_length(request.first_token) % size == 0 for rank in ranks)
 
     def length(self, request: Request) -> int:
-        """Return how many tokens of a request this rank holds (R27)."""
+        """Return how many tokens of a request's part this rank holds (R27, R34)."""
         if self.is_dummy(request) or request.seq_len < 0:
             return 0
-        return request.seq_len if self.shape.share is None else self.shape.share.local_length(request.seq_len)
+        return max(0, self.local(request.seq_len) - self.first_column(request) * self.shape.kernel_block_size)
 
     def blocks(self, group: int, request: Request) -> list[int]:
         """Return the entries that a request's tokens lie in (R27)."""
@@ -127,15 +167,23 @@ class ExportOracle:
             capacity: "csr", "token_csr": entries of each group's indices.
             num_kernel_blocks: "inverse_map": entries of each request.
         """
+        found = self._run(capacity, num_kernel_blocks)
+        found.num_cut += sum(map(self.is_rounded, self.batch))
+        return found
+
+    def _run(self, capacity: int, num_kernel_blocks: int) -> Exported:
         kind = self.layout.kind
         if kind == "lengths":
             return Exported([], lengths=[self.length(request) for request in self.batch])
-        if kind == "csr":
+        if kind == "token_requests":
+            return self._token_requests(capacity)
+        if kind in ("csr", "block_requests"):
             return self._csr(self.shape.kernel_block_size, capacity)
         if kind == "token_csr":
             return self._csr(1, capacity)
         make: dict[str, Callable[[int, Request], Any]] = {
             "table": self._table_row,
+            "ring": self._ring_row,
             "kv_offsets": self._kv_rows,
             "state": self._states,
             "placeholder": lambda _group, _request: [0],
@@ -160,6 +208,24 @@ class ExportOracle:
         row = [self.entry(group, block_id) for block_id in self.columns(group, request)]
         return row + [self.fill(group)] * (self.width - len(row))
 
+    def _ring_row(self, group: int, request: Request) -> list[int]:
+        """Return a ring over true positions (R35)."""
+        size, ring = self.shape.kernel_block_size, self.table.committed_columns(group, request.row)
+        row = [self.fill(group)] * self.width
+        if not all(self.table.committed_columns(other, request.row) for other in self.groups):
+            return row
+        window = self.config.groups[group].sliding_window
+        for column in range(min(self.width, ceil_div(self.length(request), size))):
+            is_overwritten = column < (self.length(request) - len(ring) * size) // size
+            is_left = (
+                window is not None
+                and request.num_computed_tokens is not None
+                and column < max(0, request.num_computed_tokens - window + 1) // size
+            )
+            if not is_overwritten and not is_left:
+                row[column] = self.entry(group, ring[column % len(ring)])
+        return row
+
     def _kv_rows(self, group: int, request: Request) -> list[list[int]]:
         keys = [self.entry(group, block_id) for block_id in self.columns(group, request)]
         values = [key + self.layout.value_offset for key in keys]
@@ -173,7 +239,7 @@ class ExportOracle:
         pages_per_block = self.shape.kernel_block_size // page_size
         indices: list[list[int]] = [[] for _ in self.groups]
         indptr, last_page_lens, num_cut = [0], [], 0
-        for request in self.batch:
+        for number, request in enumerate(self.batch):
             columns = [[self.entry(g, block_id) for block_id in self.columns(g, request)] for g in self.groups]
             pages = min(ceil_div(self.length(request), page_size), len(columns[0]) * pages_per_block)
             count = min(pages, capacity - indptr[-1])
@@ -182,6 +248,9 @@ class ExportOracle:
             rest = self.length(request) - (count - 1) * page_size
             last_page_lens.append(min(rest, page_size) if count else 0)
             for flat, row in zip(indices, columns, strict=True):
+                if self.layout.kind == "block_requests":
+                    flat += [number] * count
+                    continue
                 flat += [
                     row[page // pages_per_block] * pages_per_block + page % pages_per_block for page in range(count)
                 ]
@@ -192,13 +261,24 @@ class ExportOracle:
         lengths = [self.length(request) for request in self.batch]
         return Exported(whole, indptr, last_page_lens, lengths, num_cut)
 
+    def _token_requests(self, capacity: int) -> Exported:
+        """Return the request of each token, and padded starts (R35)."""
+        assert self.starts is not None
+        held = [min(max(start, 0), capacity) for start in self.starts]
+        requests = [-1] * capacity
+        for number, (first, end) in enumerate(pairwise(held)):
+            if not self.is_dummy(self.batch[number]):
+                requests[first:end] = [number] * (end - first)
+        padded = held + held[-1:] * (len(self.batch) + 1 - len(held))
+        return Exported([requests for _ in self.groups], padded)
+
     # The inverse map (R30).
 
     def _map_row(self, group: int, request: Request, num_kernel_blocks: int) -> list[int]:
         columns = [-1] * num_kernel_blocks
         for column, block_id in enumerate(self.blocks(group, request)):
             if not self.table.shapes[group].is_missing(block_id) and block_id < num_kernel_blocks:
-                columns[block_id] = column
+                columns[block_id] = self.first_column(request) + column
         return columns
 
     # States (R31).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,13 +55,13 @@ class Watch:
         launches: calls that start work on the device, since the session began.
         sent: the writes of each commit, while recording; else None.
         fail_next_write: an error that the next write raises instead of being done.
-        lent: memory that the store has lent for changes.
+        lent: memory that the store has lent for changes; held weakly, since to free it may wait for the device.
     """
 
     launches: int = 0
     sent: list[SentWrites] | None = None
     fail_next_write: BaseException | None = None
-    lent: HostArray | None = None
+    lent: weakref.ref[HostArray] | None = None
 
     def before(self, name: str, args: tuple[Any, ...]) -> None:
         """Note one call of the store."""
@@ -76,12 +77,13 @@ class Watch:
             writes: Writes = args[0]
             self.sent.append(SentWrites(writes.offsets.tolist(), writes.lengths.tolist(), writes.values.tolist()))
         elif args[0]:  # entries of packed changes
-            assert self.lent is not None
-            self.sent.append(SentWrites.of_packed(self.lent))
+            lent = None if self.lent is None else self.lent()
+            assert lent is not None
+            self.sent.append(SentWrites.of_packed(lent))
 
     def lend(self, block: HostArray) -> HostArray:
         """Note what the store has lent."""
-        self.lent = block
+        self.lent = weakref.ref(block)
         return block
 
 

@@ -79,17 +79,19 @@ def test_a_few_tokens_in_a_buffer_of_many_tiles(subject: Subject) -> None:
 
 
 @pytest.mark.large
-def test_more_tokens_than_a_tile_and_more_requests_than_a_warp(subject: Subject) -> None:
-    """A batch of 40 requests, some long, some empty, and 700 tokens crosses every tile's edge.
+@pytest.mark.parametrize("null", [0, -1])
+def test_more_tokens_than_a_tile_and_more_requests_than_a_warp(subject: Subject, null: int) -> None:
+    """A batch of 40 requests, some long, some empty, one with a hole, and 700 tokens crosses every tile's edge.
 
     Cases: K8. Rules: R10, R12, R13.
     """
     lengths = [0, 300, 1, 1, 0, 0, 200, 33, *[1] * 20, 0, 64, *[5] * 10, 0]
     starts = [sum(lengths[:request]) for request in range(len(lengths) + 1)]
-    group = KVCacheGroup(block_size=4)
+    group = KVCacheGroup(block_size=4, null_block_id=null, pad_slot_id=-9)
     pair = make(subject, group, width=80, max_num_reqs=len(lengths), max_num_batched_tokens=700)
     counts = [1 + 7 * row % 80 for row in range(len(lengths))]
     pair.do("set_rows", list(range(len(lengths))), list(range(1, sum(counts) + 1)), counts)
+    pair.do("null_range", 11, 0, 5, 9)  # of request 1, which is long
     order = [(11 * request) % len(lengths) for request in range(len(lengths))]
     positions = [token % 311 for token in range(starts[-1])]
     pair.step(order, starts, positions)

@@ -918,9 +918,11 @@ def test_every_layout_of_the_package_can_be_exported(subject_once: Subject) -> N
     for name, known in LAYOUTS.items():
         size = next(size for size in (16, 32, 64, 128, 256) if known.takes_block_size(size))
         options: dict[str, Any] = {"slot_mode": "none", "blocks_per_row": 4} if known.kind == "state" else {}
+        options |= {"slot_mode": "ring", "blocks_per_row": 4} if known.kind == "ring" else {}
+        starts = [0, 2, 3, 3, 6] if known.kind == "token_requests" else None
         group = KVCacheGroup(block_size=size, num_blocks=40, **options)
         pair = three_rows(subject_once, group)
         columns = 3 if known.kind == "state" and known.state_columns != "first" else 1
         export = ExportPair(pair, replace(known, num_columns=columns))
-        export.run([2, -1, 0, 1], [size + 1, 5, 2 * size, 1])
+        export.run([2, -1, 0, 1], [size + 1, 5, 2 * size, 1], query_start_loc=starts)
         check(export.layout.name == name, "R25", f"{name} has another name.")

@@ -56,19 +56,24 @@ class Transformer:
                 attends; `scan(layer, decay, update)`, all [num_tokens, width], returns each token's new state, which
                 is decay * the state before it + update.
         """
-        angles = (positions[:, None] * self.frequencies)[:, None, :]
         hidden = self.embedding[tokens]
         for layer, kind in enumerate(self.config.layers):
-            first, second, third = (_normalised(hidden) @ self.mixers[layer]).chunk(3, dim=-1)
             if kind == STATE:
+                first, second, third = (_normalised(hidden) @ self.mixers[layer]).chunk(3, dim=-1)
                 decay = torch.sigmoid(first + 1.0)
                 mixed = cache.scan(layer, decay, (1.0 - decay) * second) * silu(third)
             else:
-                query, key, value = (x.unflatten(-1, (self.config.num_heads, -1)) for x in (first, second, third))
-                mixed = cache.attend(layer, _rotated(query, angles), _rotated(key, angles), value).flatten(1)
+                mixed = cache.attend(layer, *self.heads(layer, hidden, positions)).flatten(1)
             hidden = hidden + mixed @ self.outputs[layer]
             hidden = hidden + silu(_normalised(hidden) @ self.expanders[layer]) @ self.reducers[layer]
         return _normalised(hidden) @ self.unembedding
+
+    def heads(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a layer's query, key and value of each token, [num_tokens, num_heads, head_size] each."""
+        parts = (_normalised(hidden) @ self.mixers[layer]).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.config.num_heads, -1)) for part in parts)
+        angles = (positions[:, None] * self.frequencies)[:, None, :]
+        return _rotated(query, angles), _rotated(key, angles), value
 
 
 def _normalised(hidden: Tensor) -> Tensor:

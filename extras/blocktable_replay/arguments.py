@@ -91,7 +91,17 @@ def _add_table(parser: Parser) -> None:
         metavar="N",
         help="blocks of each group's cache (default: enough for 524288 tokens)",
     )
-    group.add_argument("--max-num-reqs", type=_count, metavar="N", help="rows of the table (default: 256)")
+    group.add_argument(
+        "--null-block-id",
+        type=int,
+        metavar="N",
+        help="the block of each group that stands for none; -1: there is none, and block 0 is given out (default: 0)",
+    )
+    group.add_argument(
+        "--pad-slot-id", type=int, metavar="N", help="slot of a token that must not be written (default: -1)"
+    )
+    group.add_argument("--max-num-reqs", type=_count, metavar="N", help="requests of a batch (default: 256)")
+    group.add_argument("--max-num-rows", type=_count, metavar="N", help="rows of the table (default: --max-num-reqs)")
     group.add_argument(
         "--max-num-batched-tokens", type=_count, metavar="N", help="token budget of a step (default: 8192)"
     )

@@ -18,25 +18,37 @@ import numpy as np
 from blocktable import BlockTableConfig, BlockTableError, ContextParallel, KVCacheGroup, ranges
 
 MAGIC = b"\x89BTRACE\n"
-VERSION = 1
-"""Grows with every change that an older reader cannot take."""
+VERSION = 2
+"""Grows with every change that an older reader cannot take, or that gives a file another meaning.
 
-CALLS = (
+1: before `copy_rows`, `replace_blocks`, `replace_block_ranges`, `remap_blocks` and the null blocks of each group.
+"""
+
+ROW_CALLS = (
     "append_row",
     "set_row",
     "clear_row",
     "clear",
     "move_row",
     "swap_rows",
+    "copy_row",
     "truncate_row",
     "null_range",
-    "copy_row",
+    "replace_blocks",
     "append_rows",
     "set_rows",
     "clear_rows",
     "truncate_rows",
     "null_ranges",
+    "replace_block_ranges",
+    "remap_blocks",
     "permute_rows",
+    "copy_rows",
+)
+"""Row operations: a frame's values are the arguments, in the order of the parameters."""
+
+CALLS = (
+    *ROW_CALLS,
     "commit",
     "gather",
     "compute_slot_mappings",
@@ -66,6 +78,9 @@ _NONE, _INTEGER, _ONE_DIMENSION, _RUNS_OF_ONE, _SEQUENCE, _TWO_DIMENSIONS, _BYTE
 _DTYPES = [np.dtype(name) for name in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _INT64_CODE = _DTYPE_CODES[np.dtype(np.int64)]
+
+_NOTHING = np.empty(0, np.int8)
+"""Stands for an empty array of a dtype that the format lacks: row operations take it, and other calls refuse both."""
 
 RUNS_FROM = 64
 """Arrays of int64 this long are tried as runs of consecutive numbers: positions of a prefill are one."""
@@ -124,6 +139,8 @@ def _put(buffer: bytearray, value: Any) -> None:
         buffer += value
     elif isinstance(value, list | tuple | range):
         _put_sequence(buffer, value)
+    elif type(value) is np.ndarray and value.shape == (0,):
+        _put_array(buffer, _NOTHING, _DTYPE_CODES[_NOTHING.dtype])
     else:
         _put_foreign(buffer, value)
 

@@ -9,7 +9,7 @@ A *record* is a pair of arrays for each group, `blocks` [n, capacity] manager id
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +82,8 @@ def expected_slots(
     query_start_loc: IntArray,
     positions: IntArray,
     size: int,
+    *,
+    is_named: bool = False,
 ) -> IntArray:
     """Return what a group's slot buffer must hold after `compute_slot_mappings`.
 
@@ -92,6 +94,7 @@ def expected_slots(
         query_start_loc: [num_reqs + 1] int32, not decreasing.
         positions: [>= num_tokens] int64.
         size: entries of the buffer.
+        is_named: whether the call names the group.
 
     Returns:
         [size] int64.
@@ -102,7 +105,8 @@ def expected_slots(
     slots = np.full(size, geometry.pad_slot_id, np.int64)
     last = min(int(query_start_loc[-1]), positions.size, size)
     first = max(int(query_start_loc[0]), 0)
-    if geometry.slot_mode in ("none", "cross") or last <= first:
+    has_slots = geometry.slot_mode != "none" and (geometry.slot_mode != "cross" or is_named)
+    if not has_slots or last <= first:
         return slots
     starts = np.clip(query_start_loc, first, last)
     lengths = np.diff(starts)
@@ -151,7 +155,8 @@ def expected_block_table(
         num_computed_tokens: [num_reqs] int32. None: no window is cut out.
 
     Returns:
-        [num_reqs, the most columns that a request fills] int32. Columns after these, and rows after num_reqs, are NULL.
+        [num_reqs, the most columns that a request fills] int32. Columns after these, and rows after num_reqs, hold the
+        filler.
 
     Rules: R2, R5, R10, R11.
     """
@@ -195,19 +200,21 @@ def _columns_left_behind(config: BlockTableConfig, group: int, num_computed_toke
 
 @dataclass(frozen=True, slots=True)
 class ExpectedStep:
-    """What one step must give, for every group.
+    """What one call must give, for every group that it writes.
 
     Attributes:
         block_tables: as `expected_block_table` returns them.
         table_shapes: (num_reqs_padded, width) of each batch table.
-        slot_mappings: whole buffers, as `expected_slots` returns them.
+        fillers: what an entry of each batch table without a block holds.
+        slot_mappings: group -> its whole buffer, as `expected_slots` returns it, in the order of the call.
         query_start_loc: [num_reqs + 1] int32, for the names of tokens.
         positions: [num_tokens] int64, the same.
     """
 
     block_tables: tuple[IntArray, ...]
     table_shapes: tuple[tuple[int, int], ...]
-    slot_mappings: tuple[IntArray, ...]
+    fillers: tuple[int, ...]
+    slot_mappings: Mapping[int, IntArray]
     query_start_loc: IntArray
     positions: IntArray
 
@@ -250,30 +257,25 @@ def compare_block_table(
     Args:
         got: [num_reqs_padded, width] int32.
     """
-    wanted = expected.block_tables[group]
+    wanted, filler = expected.block_tables[group], expected.fillers[group]
     num_reqs, columns = wanted.shape
     for axis, (size, name) in enumerate(zip(expected.table_shapes[group], ("rows", "columns"), strict=True)):
         if got.ndim != 2 or got.shape[axis] != size:
             return 1, [Mismatch(f"group {group}, batch table: number of {name}", "R3, R10", size, got.shape[axis])]
     is_right = (
         np.array_equal(got[:num_reqs, :columns], wanted)
-        and _is_null(got[:num_reqs, columns:])
-        and _is_null(got[num_reqs:])
+        and (got[:num_reqs, columns:] == filler).all()
+        and (got[num_reqs:] == filler).all()
     )
     if is_right:
         return 0, ()
-    whole = np.zeros(got.shape, np.int64)
+    whole = np.full(got.shape, filler, np.int64)
     whole[:num_reqs, :columns] = wanted
     wrong = np.argwhere(got != whole)
     return len(wrong), [
         Mismatch(_name_entry(group, row, column, names), "R10, R11", int(whole[row, column]), int(got[row, column]))
         for row, column in wrong[:MAX_NAMED].tolist()
     ]
-
-
-def _is_null(entries: IntArray) -> bool:
-    """One pass at memory speed: negative entries are large unsigned ones."""
-    return entries.size == 0 or int(entries.view(np.uint32).max()) == 0
 
 
 def _name_entry(group: int, index: int, column: int, names: BatchNames) -> str:

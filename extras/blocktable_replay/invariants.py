@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from blocktable import NULL_BLOCK_ID, IntArray
+from blocktable import IntArray, KVCacheGroup
 from blocktable_replay.plan import StepPlan
 from blocktable_replay.pool import BlockPool
 from blocktable_replay.record import BlockRecord
@@ -17,28 +17,28 @@ AUDIT_EVERY = 256
 
 
 def broken_by_slots(
-    plan: StepPlan, pools: Sequence[BlockPool], block_sizes: Sequence[int], slots: Sequence[IntArray]
+    plan: StepPlan, pools: Sequence[BlockPool], groups: Sequence[KVCacheGroup], slots: Sequence[IntArray]
 ) -> list[str]:
     """Return a sentence for each kind of forbidden write that a step's slots mean.
 
     Args:
         pools: of each group, as the scheduler has them during the step.
-        block_sizes: tokens in a manager block of each group.
+        groups: their geometry.
         slots: for each group a slot buffer that a backend wrote.
     """
     broken = []
     writers = np.repeat(plan.requests, np.diff(plan.query_start_loc))
-    for group, (pool, size, buffer) in enumerate(zip(pools, block_sizes, slots, strict=True)):
+    for group, (pool, geometry, buffer) in enumerate(zip(pools, groups, slots, strict=True)):
         written = buffer[: writers.size]
-        tokens = np.flatnonzero(written >= 0)
-        blocks = written[tokens] // size
+        tokens = np.flatnonzero((written >= 0) & (written != geometry.pad_slot_id))
+        blocks = written[tokens] // geometry.block_size
         inside = blocks < pool.num_blocks
         if not inside.all():
             token = int(tokens[~inside][0])
             broken.append(f"group {group}, token {token}: slot {written[token]} is beyond the cache's last block")
             tokens, blocks = tokens[inside], blocks[inside]
         for is_wrong, what in (
-            (blocks == NULL_BLOCK_ID, "is in the NULL block, which nobody may write"),
+            (blocks == geometry.null_block_id, "is in the NULL block, which nobody may write"),
             (pool.owners[blocks] != writers[tokens], "is in a block that another request owns, or none"),
             (pool.references[blocks] > 1, "is in a block that several requests share"),
         ):

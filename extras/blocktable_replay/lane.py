@@ -52,6 +52,7 @@ class Target:
         has_tables: whether it puts out batch tables.
         has_slots: whether it puts out slots.
         num_reqs: requests, for a gather without `idx_mapping`.
+        groups: as the call names them: those whose slots it puts out. None: all.
     """
 
     inputs: Inputs
@@ -61,12 +62,19 @@ class Target:
     has_tables: bool = True
     has_slots: bool = True
     num_reqs: int | None = None
+    groups: Any = None
 
-    def slot_sizes(self, config: BlockTableConfig) -> list[int]:
-        """Return the entries of each group's slot array."""
+    def slot_groups(self, config: BlockTableConfig) -> list[int]:
+        """Return the groups whose slots are put out, in their order."""
         if not self.has_slots:
             return []
-        return self.out if isinstance(self.out, list) else [config.max_num_batched_tokens] * len(config.groups)
+        return list(range(len(config.groups))) if self.groups is None else np.atleast_1d(self.groups).tolist()
+
+    def slot_sizes(self, config: BlockTableConfig) -> dict[int, int]:
+        """Return the entries of the slot array of each such group."""
+        groups = self.slot_groups(config)
+        sizes = self.out if isinstance(self.out, list) else [config.max_num_batched_tokens] * len(groups)
+        return dict(zip(groups, sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +83,13 @@ class Outputs:
 
     Attributes:
         block_tables: for each group [num_reqs_padded, width] int32.
-        slot_mappings: for each group the whole buffer.
+        slot_mappings: for each group that the call writes the whole buffer, in the order of the call.
+        has_kept: whether the slot buffers of the set's other groups are what they were (R15).
     """
 
     block_tables: tuple[IntArray, ...]
     slot_mappings: tuple[IntArray, ...]
+    has_kept: bool = True
 
 
 class Lane:
@@ -141,13 +151,23 @@ class Lane:
 
     def run(self, name: str, target: Target) -> Outputs:
         """Do one call that puts something out, and fetch it."""
-        call, outputs = self._guard("from_host", lambda: self._prepare(name, target))
+        call, out = self._guard("from_host", lambda: self._prepare(name, target))
+        slots, others = self._slots(name, target, out)
+        before = self._guard("to_host", lambda: [values.copy() for values in self._fetch(others)])
         result = self._timed(name, call)
         self.host_us.append(self._elapsed_ns / 1000.0)
         self.bytes_sent.append(self.table.num_bytes_sent - self._bytes_before)
         self._elapsed_ns, self._bytes_before = 0, self.table.num_bytes_sent
         tables = () if name == "compute_slot_mappings" else result if name == "gather" else result.block_tables
-        return self._guard("to_host", lambda: Outputs(self._fetch(tables), self._fetch(outputs)))
+        has_kept = all(map(np.array_equal, before, self._guard("to_host", lambda: self._fetch(others))))
+        return self._guard("to_host", lambda: Outputs(self._fetch(tables), self._fetch(slots), has_kept))
+
+    def _slots(self, name: str, target: Target, out: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the slot arrays that a call writes, and those of its set that it must leave alone (R15)."""
+        if name == "gather" or not isinstance(out, StepBuffers):
+            return () if name == "gather" else out, ()
+        named, arrays = target.slot_groups(self.table.config), out.slot_mappings
+        return [arrays[group] for group in named], [slots for group, slots in enumerate(arrays) if group not in named]
 
     def error_of(self, name: str, values: Sequence[Any], target: Target | None) -> str | None:
         """Do a call that should fail and return the name of its error; None where it does not fail."""
@@ -160,8 +180,8 @@ class Lane:
             return type(error).__name__
         return None
 
-    def _prepare(self, name: str, target: Target) -> tuple[Callable[[], Any], Sequence[Any]]:
-        """Return the call with its inputs on the device, and the slot arrays that it writes."""
+    def _prepare(self, name: str, target: Target) -> tuple[Callable[[], Any], Any]:
+        """Return the call with its inputs on the device, and what it writes: a set, or the caller's own arrays."""
         inputs = target.inputs
         arrays = [inputs.idx_mapping, inputs.query_start_loc, inputs.positions]
         idx_mapping, starts, positions = map(self._to_device, arrays)
@@ -169,17 +189,18 @@ class Lane:
         if isinstance(out, list):
             dtype = np.dtype(self.table.config.slot_dtype)
             out = [self.backend.from_host(np.full(size, PAD_SLOT_ID, dtype), self.device) for size in out]
-        slots = () if name == "gather" else out if isinstance(out, list) else out.slot_mappings
         table, rows, tokens = self.table, target.num_reqs_padded, target.num_tokens_padded
         if name == "compute_slot_mappings":
             return (
-                lambda: table.compute_slot_mappings(idx_mapping, starts, positions, num_tokens_padded=tokens, out=out)
-            ), slots
+                lambda: table.compute_slot_mappings(
+                    idx_mapping, starts, positions, num_tokens_padded=tokens, groups=target.groups, out=out
+                )
+            ), out
         computed = self._to_device(inputs.num_computed_tokens)
         if name == "gather":
             return (
                 lambda: table.gather(idx_mapping, rows, num_reqs=target.num_reqs, num_computed_tokens=computed, out=out)
-            ), slots
+            ), out
         return (
             lambda: table.step(
                 idx_mapping,
@@ -190,7 +211,7 @@ class Lane:
                 num_computed_tokens=computed,
                 out=out,
             )
-        ), slots
+        ), out
 
     def _to_device(self, array: Any) -> Any:
         return self.backend.from_host(array, self.device) if isinstance(array, np.ndarray) else array
@@ -219,7 +240,7 @@ class Lane:
         """Compare every entry of a step's outputs."""
         for group, table in enumerate(outputs.block_tables):
             self.findings.add(number, *compare_block_table(expected, group, table, names))
-        for group, slots in enumerate(outputs.slot_mappings):
+        for group, slots in zip(expected.slot_mappings, outputs.slot_mappings, strict=True):
             self.findings.add(number, *compare_slots(expected, group, slots, names))
 
     def digest_outputs(self, outputs: Outputs) -> bytes:

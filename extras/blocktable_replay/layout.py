@@ -19,7 +19,7 @@ class RowLayout(Protocol):
     """Gives rows to requests, which it knows by their handles.
 
     Attributes:
-        row_of: [max_num_reqs] int64. Row of each handle, `NO_ROW` where it has none.
+        row_of: [num_rows] int64. Row of each handle, `NO_ROW` where it has none.
     """
 
     row_of: IntArray
@@ -46,9 +46,9 @@ class RowLayout(Protocol):
 class StableRows:
     """A row is a request's for life; `idx_mapping` says which rows a batch has. The row freed first is used first."""
 
-    def __init__(self, max_num_reqs: int) -> None:
-        self.row_of: IntArray = np.full(max_num_reqs, NO_ROW, np.int64)
-        self._free = deque(range(max_num_reqs))
+    def __init__(self, num_rows: int) -> None:
+        self.row_of: IntArray = np.full(num_rows, NO_ROW, np.int64)
+        self._free = deque(range(num_rows))
 
     def place(self, handles: IntArray) -> None:
         """Give each handle an empty row."""
@@ -70,9 +70,9 @@ class StableRows:
 class DenseRows:
     """Batch index and row are one: after requests leave, others move up, and decodes stand before prefills."""
 
-    def __init__(self, max_num_reqs: int) -> None:
-        self.row_of: IntArray = np.full(max_num_reqs, NO_ROW, np.int64)
-        self._handle_in: IntArray = np.full(max_num_reqs, NO_ROW, np.int64)
+    def __init__(self, num_rows: int) -> None:
+        self.row_of: IntArray = np.full(num_rows, NO_ROW, np.int64)
+        self._handle_in: IntArray = np.full(num_rows, NO_ROW, np.int64)
         self._end = 0  # rows at and after it are empty
 
     def place(self, handles: IntArray) -> None:

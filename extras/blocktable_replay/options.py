@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from blocktable import BlockTableConfig, ConfigError, ContextParallel, KVCacheGroup
+from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, BlockTableConfig, ConfigError, ContextParallel, KVCacheGroup
 
 RowStyle = Literal["stable", "dense"]
 
@@ -22,7 +22,10 @@ class ReplayOptions:
         groups: the KV cache groups.
         num_blocks: manager blocks of every group that does not say its own. None: as many as hold
             `DEFAULT_CACHE_TOKENS` tokens.
-        max_num_reqs: rows of the table.
+        null_block_id: that of every group that does not say its own. -1: block 0 is given out like the others.
+        pad_slot_id: that of every group that does not say its own.
+        max_num_reqs: requests of a batch, at most.
+        max_num_rows: rows of the table. None: `max_num_reqs`. Either bounds the live requests.
         max_num_batched_tokens: token budget of a step.
         max_model_len: tokens of the longest request.
         context_parallel: which rank of how many this is.
@@ -38,7 +41,10 @@ class ReplayOptions:
 
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(block_size=16),)
     num_blocks: int | None = None
+    null_block_id: int = NULL_BLOCK_ID
+    pad_slot_id: int = PAD_SLOT_ID
     max_num_reqs: int = 256
+    max_num_rows: int | None = None
     max_num_batched_tokens: int = 8192
     max_model_len: int = 131_072
     context_parallel: ContextParallel = field(default_factory=ContextParallel)
@@ -70,19 +76,27 @@ class ReplayOptions:
             max_model_len=self.max_model_len,
             lookahead_tokens=self.lookahead,
             context_parallel=self.context_parallel,
+            max_num_rows=self.max_num_rows,
         )
 
     def _sized(self, group: KVCacheGroup) -> KVCacheGroup:
-        if group.sliding_window is not None:  # requests begin with holes where a window has let cached blocks go
-            group = dataclasses.replace(group, allow_null=True)
-        if group.num_blocks is not None:
-            return group
-        num_blocks = self.num_blocks
+        null, pad = group.null_block_id, group.pad_slot_id
+        return dataclasses.replace(
+            group,
+            num_blocks=self._num_blocks(group),
+            null_block_id=self.null_block_id if null == NULL_BLOCK_ID else null,
+            pad_slot_id=self.pad_slot_id if pad == PAD_SLOT_ID else pad,
+            # Requests begin with holes where a window has let cached blocks go.
+            allow_null=group.allow_null or group.sliding_window is not None,
+        )
+
+    def _num_blocks(self, group: KVCacheGroup) -> int:
+        num_blocks = self.num_blocks if group.num_blocks is None else group.num_blocks
         if num_blocks is None and group.slot_mode != "linear":
-            num_blocks = (group.blocks_per_row or 1) * self.max_num_reqs + 1
-        elif num_blocks is None:
-            num_blocks = -(-DEFAULT_CACHE_TOKENS // tokens_per_block(group, self.context_parallel)) + 1
-        return dataclasses.replace(group, num_blocks=num_blocks)
+            return (group.blocks_per_row or 1) * self.max_num_reqs + 1
+        if num_blocks is None:
+            return -(-DEFAULT_CACHE_TOKENS // tokens_per_block(group, self.context_parallel)) + 1
+        return num_blocks
 
 
 def tokens_per_block(group: KVCacheGroup, context_parallel: ContextParallel) -> int:
@@ -92,9 +106,12 @@ def tokens_per_block(group: KVCacheGroup, context_parallel: ContextParallel) -> 
 
 def describe_options(options: ReplayOptions) -> dict[str, Any]:
     """Return the options that are not in the table's configuration."""
-    in_config = {"groups", "num_blocks", "max_num_reqs", "max_num_batched_tokens", "max_model_len", "context_parallel"}
+    in_config = {field.name for field in dataclasses.fields(BlockTableConfig)}
+    in_groups = {field.name for field in dataclasses.fields(KVCacheGroup)}
     return {
-        field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in in_config
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(options)
+        if field.name not in in_config | in_groups
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import IntArray
-from blocktable_replay.btrace import Foreign, Frame, Recording, RecordingError
+from blocktable_replay.btrace import Foreign, Frame, Recording
 from blocktable_replay.checker import BatchNames, ExpectedStep, expected_block_table, expected_slots
 from blocktable_replay.lane import Inputs, Lane, Target
 from blocktable_replay.progress import Progress
@@ -69,6 +69,7 @@ class Player:
         self._rows = RowModel(config)
         self._widths = [config.width(group) for group in range(len(config.groups))]
         self._calls: Counter[str] = Counter()
+        self._num_steps = 0  # calls that put something out; one that was refused is none
         self._num_foreign = 0
         self._num_digests = 0
         self.result: ReplayResult = ReplayResult(
@@ -95,10 +96,6 @@ class Player:
         self.result.wall_s = time.perf_counter() - begin
         self._count()
         return self.result
-
-    @property
-    def _num_steps(self) -> int:
-        return sum(self._calls[name] for name in OUTPUT_CALLS)
 
     def _count(self) -> None:
         tear = self._recording.tear
@@ -141,6 +138,7 @@ class Player:
                 lane.findings.add(self._num_steps, 1, [sentence])
 
     def _play_outputs(self, call: Call) -> None:
+        self._num_steps += 1
         if call.name == "step":
             self._rows.commit()
         target = _target(call)
@@ -149,6 +147,10 @@ class Player:
             outputs = lane.run(call.name, target)
             if expected is not None:
                 lane.compare(self._num_steps, expected, names, outputs)
+            if not outputs.has_kept:
+                lane.findings.add(
+                    self._num_steps, 1, ["a slot buffer changed whose group the call does not name (R15)"]
+                )
             digest = lane.digest_outputs(outputs)
             if call.digest is not None and digest != call.digest:
                 lane.findings.add(self._num_steps, 1, ["the outputs are not those that were recorded (digest)"])
@@ -171,14 +173,17 @@ class Player:
             )
             for group in groups
         )
-        slots = tuple(
-            expected_slots(
-                self._config, group, record.blocks[group], record.counts[group], rows, starts, positions, size
+        is_named = target.groups is not None
+        slots = {
+            group: expected_slots(
+                *(self._config, group, record.blocks[group], record.counts[group], rows, starts, positions, size),
+                is_named=is_named,
             )
-            for group, size in enumerate(target.slot_sizes(self._config))
-        )
+            for group, size in target.slot_sizes(self._config).items()
+        }
+        fillers = tuple(self._config.groups[group].filler for group in groups)
         shapes = tuple((padded, self._widths[group]) for group in groups)
-        return ExpectedStep(tables, shapes, slots, starts, positions), names
+        return ExpectedStep(tables, shapes, fillers, slots, starts, positions), names
 
     def _identity_or(self, target: Target) -> IntArray:
         inputs = target.inputs
@@ -209,10 +214,9 @@ def _target(call: Call) -> Target:
         return Target(Inputs(idx_mapping, None, None, computed), num_reqs_padded, None, out, True, False, num_reqs)
     if call.name == "compute_slot_mappings":
         idx_mapping, starts, positions, num_tokens_padded, groups, out = values
-        if groups is not None:
-            raise RecordingError("The recording maps the slots of chosen groups, which `blocktable replay` cannot run.")
         sizes = out.tolist() if isinstance(out, np.ndarray) else out
-        return Target(Inputs(idx_mapping, starts, positions, None), None, num_tokens_padded, sizes, False, True)
+        inputs = Inputs(idx_mapping, starts, positions, None)
+        return Target(inputs, None, num_tokens_padded, sizes, has_tables=False, groups=groups)
     idx_mapping, starts, positions, num_reqs_padded, num_tokens_padded, computed, out = values
     inputs = Inputs(idx_mapping, starts, positions, computed)
     return Target(inputs, num_reqs_padded, num_tokens_padded, out, True, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from blocktable import NULL_BLOCK_ID, IntArray
+from blocktable_replay.record import NULLED
 
 NO_KEY = -1
 NOT_QUEUED = -1
@@ -12,37 +13,42 @@ NO_OWNER = -1
 
 
 class BlockPool:
-    """Blocks `1 .. num_blocks - 1` of one group; block 0 is NULL and never goes out.
+    """The blocks of one group but for its null block, which never goes out.
 
     A freed block keeps its key, so that a later request with the same prefix can have it back, until it goes out anew.
     The free blocks stand in a queue in the order they were freed; one taken from the middle leaves a stale entry there.
 
     Args:
-        num_blocks: manager blocks in the cache, NULL included.
+        num_blocks: manager blocks in the cache, the null block included.
         num_keys: prefix keys are `0 .. num_keys - 1`.
+        null_block_id: the block that stands for none; -1: every block goes out.
 
     Attributes:
         references: [num_blocks] int32. Live requests that hold the block.
         owners: [num_blocks] int64. The one request that may write the block, by its uid.
-        num_free: blocks that nobody holds.
+        num_usable: blocks that may go out.
+        num_free: of these, blocks that nobody holds.
     """
 
-    def __init__(self, num_blocks: int, num_keys: int = 0) -> None:
+    def __init__(self, num_blocks: int, num_keys: int = 0, null_block_id: int = NULL_BLOCK_ID) -> None:
+        free = np.delete(np.arange(num_blocks), [null_block_id] if null_block_id >= 0 else [])
         self.num_blocks = num_blocks
-        self.num_free: int = num_blocks - 1
+        self.num_usable: int = free.size
+        self.num_free: int = free.size
         self.references: IntArray = np.zeros(num_blocks, np.int32)
         self.owners: IntArray = np.full(num_blocks, NO_OWNER, np.int64)
         self._keys: IntArray = np.full(num_blocks, NO_KEY, np.int64)
-        self._cached: IntArray = np.full(num_keys, NULL_BLOCK_ID, np.int32)  # key -> block that holds it
+        self._cached: IntArray = np.full(num_keys, NULLED, np.int32)  # key -> block that holds it
         self._queue: IntArray = np.empty(2 * num_blocks + 1, np.int32)
-        self._queue[: self.num_free] = np.arange(1, num_blocks)
-        self._head, self._tail = 0, self.num_free
-        self._places: IntArray = np.arange(-1, num_blocks - 1, dtype=np.int64)  # block -> its valid place in the queue
+        self._queue[: free.size] = free
+        self._head, self._tail = 0, free.size
+        self._places: IntArray = np.full(num_blocks, NOT_QUEUED, np.int64)  # block -> its valid place in the queue
+        self._places[free] = np.arange(free.size)
 
     @property
     def num_used(self) -> int:
         """Blocks that live requests hold."""
-        return self.num_blocks - 1 - self.num_free
+        return self.num_usable - self.num_free
 
     def take(self, count: int, owners: IntArray | int) -> IntArray:
         """Return `count` free blocks, [count] int32, which only their owners may write.
@@ -70,15 +76,15 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: IntArray) -> None:
-        """Give distinct blocks one more holder; free ones leave the queue. NULL among them means nothing."""
-        held = blocks[blocks != NULL_BLOCK_ID]
+        """Give distinct blocks one more holder; free ones leave the queue. `NULLED` among them means nothing."""
+        held = blocks[blocks != NULLED]
         self.num_free -= int(np.count_nonzero(self.references[held] == 0))
         self._places[held] = NOT_QUEUED
         self.references[held] += 1
 
     def free(self, blocks: IntArray) -> None:
-        """Take one holder from each block, as often as it stands there. NULL means nothing."""
-        given = blocks[blocks != NULL_BLOCK_ID]
+        """Take one holder from each block, as often as it stands there. `NULLED` means nothing."""
+        given = blocks[blocks != NULLED]
         np.subtract.at(self.references, given, 1)
         unheld = given[self.references[given] == 0]
         order = np.arange(unheld.size)
@@ -95,16 +101,16 @@ class BlockPool:
         self._tail = end
 
     def lookup(self, keys: IntArray) -> IntArray:
-        """Return the block that holds each key's tokens, [n] int32; NULL where none does."""
+        """Return the block that holds each key's tokens, [n] int32; `NULLED` where none does."""
         return self._cached[keys]
 
     def num_unheld(self, blocks: IntArray) -> int:
         """Return how many of these blocks nobody holds: sharing them takes as many from `num_free`."""
-        return int(np.count_nonzero((self.references[blocks] == 0) & (blocks != NULL_BLOCK_ID)))
+        return int(np.count_nonzero((self.references[blocks] == 0) & (blocks != NULLED)))
 
     def remember(self, keys: IntArray, blocks: IntArray) -> None:
         """Let later requests find blocks, now full, by their keys; a key that is found already stays where it is."""
-        new = (self._cached[keys] == NULL_BLOCK_ID) & (blocks != NULL_BLOCK_ID)
+        new = (self._cached[keys] == NULLED) & (blocks != NULLED)
         self._cached[keys[new]] = blocks[new]
         self._keys[blocks[new]] = keys[new]
 
@@ -112,7 +118,7 @@ class BlockPool:
         keys = self._keys[blocks]
         known = keys[keys != NO_KEY]
         if known.size:
-            self._cached[known] = NULL_BLOCK_ID
+            self._cached[known] = NULLED
             self._keys[blocks] = NO_KEY
 
     def _compact(self) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from blocktable import NULL_BLOCK_ID, IntArray
+from blocktable import IntArray
 from blocktable_replay.pool import BlockPool
+from blocktable_replay.record import NULLED
 from blocktable_replay.traces import HASH_BLOCK_SIZE, Trace
 
 NO_BLOCKS: IntArray = np.empty(0, np.int32)
@@ -96,7 +97,7 @@ class PrefixCache:
     def find(self, keys: Sequence[IntArray], limit: int) -> tuple[list[IntArray], int]:
         """Return blocks that hold a beginning of a request, for each group, and how many tokens they hold.
 
-        All groups hold the same tokens. A windowed group needs only the blocks that its window still sees: NULL
+        All groups hold the same tokens. A windowed group needs only the blocks that its window still sees: `NULLED`
         stands for those before.
 
         Args:
@@ -123,13 +124,13 @@ class PrefixCache:
             blocks: of the request in this group, [at least n filled] int32.
         """
         start, stop = (min(tokens // self._sizes[group], keys.size) for tokens in (num_before, num_computed))
-        self._pools[group].remember(keys[start:stop], np.maximum(blocks[start:stop], NULL_BLOCK_ID))
+        self._pools[group].remember(keys[start:stop], blocks[start:stop])
 
     def _leading_tokens(self, found: Sequence[IntArray]) -> list[int]:
         """Return for each group how many tokens may be cached: up to the first missing block, a window aside."""
         tokens = []
         for blocks, window, size in zip(found, self._windows, self._sizes, strict=True):
-            missing = np.flatnonzero(blocks == NULL_BLOCK_ID)
+            missing = np.flatnonzero(blocks == NULLED)
             whole = blocks.size if window is not None or not missing.size else int(missing[0])
             tokens.append(size * whole)
         return tokens
@@ -139,12 +140,12 @@ class PrefixCache:
         is_there: IntArray = np.ones(num_cached.size, np.bool_)
         for blocks, window, size in zip(found, self._windows, self._sizes, strict=True):
             if window is not None:
-                missing = np.concatenate(([0], (blocks == NULL_BLOCK_ID).cumsum()))
+                missing = np.concatenate(([0], (blocks == NULLED).cumsum()))
                 first = np.maximum(num_cached - window + 1, 0) // size
                 is_there &= missing[num_cached // size] == missing[first]
         return is_there
 
     def _visible(self, group: int, blocks: IntArray, num_cached: int) -> IntArray:
         visible = blocks[: num_cached // self._sizes[group]].copy()
-        visible[: self.num_unseen(group, num_cached)] = NULL_BLOCK_ID
+        visible[: self.num_unseen(group, num_cached)] = NULLED
         return visible

@@ -7,7 +7,7 @@ import numpy as np
 from blocktable import BlockTableConfig, IntArray, ranges
 
 NULLED = -1
-"""A block that the engine gave up (`null_ranges`): all its columns are NULL. A NULL block handed in is 0."""
+"""A block that the engine gave up (`null_ranges`): all its columns are NULL. One handed in may stand under its id."""
 
 
 class BlockRecord:
@@ -24,6 +24,7 @@ class BlockRecord:
             np.zeros((size, config.capacity(group)), np.int32) for group in range(num_groups)
         )
         self.counts: IntArray = np.zeros((num_groups, size), np.int64)
+        self._nulls = [group.null_block_id for group in config.groups]
 
     def extend(self, group: int, handles: IntArray, block_ids: IntArray, counts: IntArray) -> None:
         """Put `counts[i]` more blocks behind those of `handles[i]`.
@@ -54,7 +55,34 @@ class BlockRecord:
         blocks = self.blocks[group]
         blocks.reshape(-1)[ranges(handles * blocks.shape[1] + starts, stops - starts)] = NULLED
 
+    def replace(self, group: int, handles: IntArray, starts: IntArray, block_ids: IntArray, counts: IntArray) -> None:
+        """Exchange `counts[i]` blocks of each handle from `starts[i]` on.
+
+        Args:
+            handles: [n] distinct.
+            starts: [n] int64.
+            block_ids: [sum(counts)] int32.
+            counts: [n] int64.
+        """
+        blocks = self.blocks[group]
+        blocks.reshape(-1)[ranges(handles * blocks.shape[1] + starts, counts)] = block_ids
+
+    def remap(self, group: int, old_ids: IntArray, new_ids: IntArray) -> None:
+        """Make block `old_ids[i]` block `new_ids[i]` wherever it stands, all at once.
+
+        Args:
+            old_ids: [n] distinct, no null block.
+            new_ids: [n].
+        """
+        if not old_ids.size:
+            return
+        blocks, order = self.blocks[group], np.argsort(old_ids)
+        places = order[np.minimum(np.searchsorted(old_ids[order], blocks), old_ids.size - 1)]
+        is_found = old_ids[places] == blocks
+        blocks[is_found] = new_ids[places[is_found]]
+
     def held(self, group: int, handle: int) -> IntArray:
         """Return a handle's blocks, NULL and given up ones left out, [n] int32."""
         blocks = self.blocks[group][handle, : self.counts[group, handle]]
-        return blocks[blocks > 0]
+        held: IntArray = blocks[(blocks >= 0) & (blocks != self._nulls[group])]
+        return held

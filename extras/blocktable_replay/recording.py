@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 import numpy as np
 
 from blocktable import ArgumentError, BlockTable, IntArray, Observation, Step, StepBuffers
-from blocktable_replay.btrace import CALLS, RecordingError, config_as_data, put_frame, write_chunk, write_head
+from blocktable_replay.btrace import ROW_CALLS, RecordingError, config_as_data, put_frame, write_chunk, write_head
 from blocktable_replay.digest import output_digest
 
 CHUNK_BYTES = 1 << 16
@@ -28,8 +28,8 @@ CHUNK_BYTES = 1 << 16
 CHUNK_SECONDS = 1.0
 """or when its first frame is this old: a crash costs no more."""
 
-_ROW_CALLS = frozenset(name for name in CALLS if name.endswith(("row", "rows", "range", "ranges")))
-_NO_ARGUMENTS = ("commit", "invalidate", "clear")
+_ROW_CALLS = frozenset(ROW_CALLS)
+_NO_ARGUMENTS = ("commit", "invalidate")
 _OUTPUTS = ("gather", "compute_slot_mappings", "step")
 _STEP = tuple(name for name in inspect.signature(BlockTable.step).parameters if name != "self")
 _ON_HOST = (np.ndarray, np.generic, int, type(None))
@@ -131,6 +131,7 @@ class Recorder:
         self._is_open = True
         self._sets = [weakref.ref(table.buffers)]  # in the order in which they were made
         self._out: Any = None  # of the call that goes on, where its digest is wanted
+        self._groups: Any = None  # whose slots it writes; None: all
         self._observation: Observation | None = None
         self._writer = ChunkWriter(self.path, _head(table))
         self._put_rows(table)
@@ -181,7 +182,7 @@ class Recorder:
             self._put(call, tuple(arguments.values()))
         elif call in _OUTPUTS:
             if self._digests:
-                self._out = arguments["out"]
+                self._out, self._groups = arguments["out"], arguments.get("groups")
             self._put(call, self._as_written(arguments))
         elif call in _NO_ARGUMENTS:
             self._put(call, ())
@@ -199,7 +200,7 @@ class Recorder:
 
     def failed(self, call: str, error: Exception) -> None:
         """Write down the error's name."""
-        self._out = None
+        self._out = self._groups = None
         if call == "step_metadata" or call in _ROW_CALLS or call in _OUTPUTS or call in _NO_ARGUMENTS:
             self._put("raised", (type(error).__name__.encode(),))
 
@@ -244,10 +245,13 @@ class Recorder:
 
     def _put_digest(self, name: str, result: Any) -> None:
         """Fetch what a call put out and write its digest."""
-        out, self._out = self._out, None
+        out, groups, self._out, self._groups = self._out, self._groups, None, None
         tables = () if name == "compute_slot_mappings" else result if name == "gather" else result.block_tables
         buffers: Any = self._sets[0]() if out is None else out
-        slots = () if name == "gather" else buffers.slot_mappings if isinstance(buffers, StepBuffers) else buffers
+        slots = () if name == "gather" else buffers
+        if isinstance(slots, StepBuffers):  # of the groups that the call names: the others hold what is older than it
+            slots = slots.slot_mappings
+            slots = slots if groups is None else [slots[group] for group in np.atleast_1d(groups).tolist()]
         self.add_digest(output_digest([self._to_host(array) for array in (*tables, *slots)]))
 
     def _put_rows(self, table: BlockTable) -> None:
@@ -256,10 +260,10 @@ class Recorder:
         rows = np.flatnonzero(counts.any(0))
         if not rows.size:
             return
-        held = [_manager_blocks(table, group, rows, counts[group, rows]) for group in range(len(counts))]
+        held = [_manager_blocks(table, group, rows) for group in range(len(counts))]
         self._put("set_rows", (rows, [ids for ids, _ in held], counts[:, rows]))
-        for group, (_, gaps) in enumerate(held):
-            for row, start, stop in gaps:
+        for group, (_, holes) in enumerate(held):
+            for row, start, stop in holes:
                 self._put("null_range", (row, group, start, stop))
         self._put("commit", ())
 
@@ -274,18 +278,20 @@ def _head(table: BlockTable) -> dict[str, Any]:
     }
 
 
-def _manager_blocks(
-    table: BlockTable, group: int, rows: IntArray, counts: IntArray
-) -> tuple[IntArray, list[tuple[int, int, int]]]:
-    """Return the manager ids of rows, one after the other, and (row, start, stop) of what is NULL in them."""
+def _manager_blocks(table: BlockTable, group: int, rows: IntArray) -> tuple[IntArray, list[tuple[int, int, int]]]:
+    """Return the manager ids of rows, one after the other, and (row, start, stop) of the holes to make in them.
+
+    A group that takes its null block needs none to be made. In another one an id that it can have stands in each hole.
+    """
     geometry = table.config.groups[group]
-    expansion = geometry.blocks_per_kv_block
-    ids, gaps = [], []
-    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-        columns = table.host_row(group, row).reshape(count, expansion)
-        is_null = (columns == geometry.filler).all(1)
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], is_null, [False]))))
-        gaps += [(row, int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
-        placeholder = 1 if geometry.null_block_id == 0 else 0
-        ids.append(np.where(is_null, placeholder, columns[:, 0] // expansion))
-    return np.concatenate(ids).astype(np.int32), gaps
+    placeholder = 1 if geometry.null_block_id == 0 else 0
+    ids, holes = [], []
+    for row in rows.tolist():
+        blocks = table.block_ids(row, group)
+        is_null = blocks == geometry.null_block_id
+        if not geometry.allow_null and is_null.any():
+            edges = np.flatnonzero(np.diff(np.concatenate(([False], is_null, [False]))))
+            holes += [(row, int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+            blocks[is_null] = placeholder
+        ids.append(blocks)
+    return np.concatenate(ids), holes

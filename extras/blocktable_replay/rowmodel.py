@@ -21,11 +21,11 @@ class RowModel:
     """
 
     def __init__(self, config: BlockTableConfig) -> None:
-        self.host: BlockRecord = BlockRecord(config, config.max_num_reqs)
-        self.committed: BlockRecord = BlockRecord(config, config.max_num_reqs)
+        self.host: BlockRecord = BlockRecord(config, config.num_rows)
+        self.committed: BlockRecord = BlockRecord(config, config.num_rows)
         self._num_groups = len(config.groups)
-        self._num_rows = config.max_num_reqs
-        self._changed: IntArray = np.zeros(config.max_num_reqs, np.bool_)
+        self._num_rows = config.num_rows
+        self._changed: IntArray = np.zeros(config.num_rows, np.bool_)
 
     def apply(self, name: str, values: Sequence[Any]) -> None:
         """Do what one call does to the rows; a call that changes none does nothing."""
@@ -131,6 +131,27 @@ class RowModel:
         self.host.counts[:, dst] = self.host.counts[:, src]
         self._changed[dst] = True
 
+    def _copy_rows(self, src: Any, dst: Any) -> None:
+        source, target = np.asarray(src, np.int64), np.asarray(dst, np.int64)
+        for blocks in self.host.blocks:
+            blocks[target] = blocks[source]
+        self.host.counts[:, target] = self.host.counts[:, source]
+        self._changed[target] = True
+
+    def _replace_block_ranges(self, rows: Any, group: int, starts: Any, block_ids: Any, counts: Any) -> None:
+        where = np.asarray(rows, np.int64)
+        firsts, sizes = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
+        self.host.replace(group, where, firsts, _one_group(block_ids), sizes)
+        self._changed[where] = True
+
+    def _replace_blocks(self, row: int, group: int, start: int, block_ids: Any) -> None:
+        ids = _one_group(block_ids)
+        self._replace_block_ranges([row], group, [start], ids, [ids.size])
+
+    def _remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
+        self.host.remap(group, _one_group(old_ids), _one_group(new_ids))
+        self._changed |= self.host.counts[group] > 0
+
     # Arguments, in the many forms that the contract allows (R8).
 
     def _ids(self, block_ids: Any) -> list[IntArray]:
@@ -139,8 +160,13 @@ class RowModel:
             return [np.empty(0, np.int64)] * self._num_groups
         is_flat = self._num_groups == 1 and not (block_ids[0] is None or hasattr(block_ids[0], "__len__"))
         groups = [block_ids] if is_flat else block_ids
-        return [np.asarray([] if ids is None else ids, np.int64) for ids in groups]
+        return [_one_group(ids) for ids in groups]
 
     def _sizes(self, counts: Any, num_rows: int) -> IntArray:
         """[num_groups, num_rows] int64, from counts for all groups or for each."""
         return np.broadcast_to(np.asarray(counts, np.int64), (self._num_groups, num_rows))
+
+
+def _one_group(ids: Any) -> IntArray:
+    """[n] int64; nothing (None) is an empty array."""
+    return np.asarray([] if ids is None else ids, np.int64)

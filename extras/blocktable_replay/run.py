@@ -40,10 +40,9 @@ def unfit_requests(trace: Trace, options: ReplayOptions) -> dict[int, str]:
             needed = np.full_like(needed, group.blocks_per_row or 0)
         elif group.sliding_window is not None:
             needed = np.minimum(needed, -(-(group.sliding_window + config.max_num_batched_tokens) // tokens) + 2)
-        for index in np.flatnonzero(needed > group.num_blocks - 1).tolist():
-            reason = (
-                f"the request needs {needed[index]} blocks of group {number}, whose cache has {group.num_blocks - 1}"
-            )
+        usable = group.num_blocks - (group.null_block_id >= 0)
+        for index in np.flatnonzero(needed > usable).tolist():
+            reason = f"the request needs {needed[index]} blocks of group {number}, whose cache has {usable}"
             wrong.setdefault(index, reason)
     return wrong
 
@@ -65,7 +64,6 @@ class Replay:
         self._recorder = recorder
         self._config = self.scheduler.config
         self._widths = [self._config.width(group) for group in range(len(self._config.groups))]
-        self._block_sizes = [group.block_size for group in self._config.groups]
         self.result: ReplayResult = ReplayResult(
             source={
                 "source": trace.source,
@@ -122,7 +120,7 @@ class Replay:
         self._note(plan)
 
     def _check_writers(self, number: int, plan: StepPlan, lane: Lane, outputs: Outputs) -> None:
-        broken = broken_by_slots(plan, self.scheduler.pools, self._block_sizes, outputs.slot_mappings)
+        broken = broken_by_slots(plan, self.scheduler.pools, self._config.groups, outputs.slot_mappings)
         lane.findings.add(number, len(broken), broken)
 
     def _record_digest(self, lane: Lane, outputs: Outputs) -> None:
@@ -142,8 +140,9 @@ class Replay:
                 for group in groups
             ),
             table_shapes=tuple((plan.num_reqs_padded, width) for width in self._widths),
-            slot_mappings=tuple(
-                expected_slots(
+            fillers=tuple(group.filler for group in config.groups),
+            slot_mappings={
+                group: expected_slots(
                     config,
                     group,
                     record.blocks[group],
@@ -154,7 +153,7 @@ class Replay:
                     config.max_num_batched_tokens,
                 )
                 for group in groups
-            ),
+            },
             query_start_loc=plan.query_start_loc,
             positions=plan.positions,
         )

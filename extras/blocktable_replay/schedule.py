@@ -19,7 +19,7 @@ from blocktable_replay.options import ReplayOptions, tokens_per_block
 from blocktable_replay.plan import NO_REQUEST, Counters, StepPlan
 from blocktable_replay.pool import BlockPool
 from blocktable_replay.prefix import NO_BLOCKS, PrefixCache, PrefixIndex
-from blocktable_replay.record import BlockRecord
+from blocktable_replay.record import NULLED, BlockRecord
 from blocktable_replay.requests import Arrivals, LiveRequests, Request
 from blocktable_replay.sampling import num_accepted
 from blocktable_replay.traces import Trace
@@ -56,18 +56,19 @@ class Scheduler:
         self.config: BlockTableConfig = config
         self.options = options
         self.counters: Counters = Counters()
-        self.record: BlockRecord = BlockRecord(config, config.max_num_reqs)
+        max_live = min(config.max_num_reqs, config.num_rows)
+        self.record: BlockRecord = BlockRecord(config, max_live)
         self.clock_ms: float = 0.0
         self.running: IntArray = np.empty(0, np.int64)
         self.has_ended: bool = False
         self._trace = trace
-        self._live = LiveRequests(len(config.groups), config.max_num_reqs)
+        self._live = LiveRequests(len(config.groups), max_live)
         self._waiting: deque[Request] = deque()
         self._next_arrival = 0
         self._num_uids = len(trace)
-        self._layout: RowLayout = (DenseRows if options.rows == "dense" else StableRows)(config.max_num_reqs)
+        self._layout: RowLayout = (DenseRows if options.rows == "dense" else StableRows)(config.num_rows)
         self._operations: list[Operation] = []
-        self._buckets = _buckets(config.max_num_reqs)
+        self._buckets = _buckets(max_live)
         self._set_geometry()
         self._make_pools()
         self._last_handles: IntArray = np.empty(0, np.int64)  # of the step that is not settled yet
@@ -89,7 +90,8 @@ class Scheduler:
         self.pools: list[BlockPool] = []
         for group, size in zip(self.config.groups, self._sizes, strict=True):
             assert group.num_blocks is not None
-            self.pools.append(BlockPool(group.num_blocks, index.num_keys(size) if index else 0))
+            num_keys = index.num_keys(size) if index else 0
+            self.pools.append(BlockPool(group.num_blocks, num_keys, group.null_block_id))
         self._cache = PrefixCache(index, self.pools, self._sizes, self._windows) if index else None
 
     # The one entrance.
@@ -275,7 +277,7 @@ class Scheduler:
             arrivals.blocks[group].append(blocks)
             if self._cache is not None:
                 self._live.evicted[group, handle] = self._cache.num_unseen(group, num_cached)
-            self.counters.shared_blocks += int(np.count_nonzero(hits[group]))
+            self.counters.shared_blocks += int(np.count_nonzero(hits[group] != NULLED))
         self.counters.resumes += request.was_preempted
         request.was_preempted = False
 
@@ -302,12 +304,19 @@ class Scheduler:
         if handles.size:
             ids = [np.concatenate(pair) for pair in zip(blocks, new.flat_blocks, strict=True)]
             counts = np.concatenate((counts, new.counts), axis=1)
-            self._operations.append(("append_rows", (self._layout.row_of[handles], ids, counts)))
+            self._operations.append(("append_rows", (self._layout.row_of[handles], self._with_nulls(ids), counts)))
 
     def _replace_rows(self, resumed: Arrivals) -> None:
         if resumed.handles:
             rows = self._layout.row_of[np.array(resumed.handles)]
-            self._operations.append(("set_rows", (rows, resumed.flat_blocks, resumed.counts)))
+            self._operations.append(("set_rows", (rows, self._with_nulls(resumed.flat_blocks), resumed.counts)))
+
+    def _with_nulls(self, blocks: list[IntArray]) -> list[IntArray]:
+        """Return blocks as the table takes them, with its own null block in the place of each one given up."""
+        return [
+            np.where(ids == NULLED, group.null_block_id, ids)
+            for ids, group in zip(blocks, self.config.groups, strict=True)
+        ]
 
     def _plan(self, tokens: IntArray) -> StepPlan:
         handles, counts = self.running[self._batch], tokens[self._batch]
@@ -346,7 +355,7 @@ class Scheduler:
 
     def _dummy_step(self) -> StepPlan:
         """A step without a real request, as data-parallel ranks run to keep pace; row changes go along."""
-        count = min(NUM_DUMMIES, self.config.max_num_reqs, self.config.max_num_batched_tokens)
+        count = min(NUM_DUMMIES, self._buckets[-1], self.config.max_num_batched_tokens)
         self.counters.dummy_steps += 1
         nobody, once = np.full(count, NO_REQUEST, np.int64), np.ones(count, np.int64)
         return self._step_plan(nobody, nobody.astype(np.int32), once, np.zeros(count, np.int64), None)
@@ -416,7 +425,7 @@ class Scheduler:
             left, starts, stops = handles[is_behind], starts[is_behind], stops[is_behind]
             if not left.size:
                 continue
-            self.pools[group].free(np.maximum(self.record.span(group, left, starts, stops), 0))
+            self.pools[group].free(self.record.span(group, left, starts, stops))
             self.record.null(group, left, starts, stops)
             self._live.evicted[group, left] = stops
             self._operations.append(("null_ranges", (self._layout.row_of[left], group, starts, stops)))
@@ -447,21 +456,20 @@ class Scheduler:
         taken = []
         for group, pool in enumerate(self.pools):
             shared = self.record.blocks[group][parent, : kept[group]]
-            pool.share(np.maximum(shared, 0))
+            pool.share(shared)
             taken.append(pool.take(own[group], int(self._live.uids[child])))
             blocks = np.concatenate((shared, taken[-1]))
             self.record.extend(group, np.array([child]), blocks, np.array([blocks.size]))
-            self.counters.shared_blocks += int(np.count_nonzero(shared > 0))
+            self.counters.shared_blocks += int(np.count_nonzero(shared != NULLED))
         self._layout.place(np.array([child]))
         rows = self._layout.row_of
+        self._operations.append(("copy_row", (int(rows[parent]), int(rows[child]))))
         self._operations += [
-            ("copy_row", (int(rows[parent]), int(rows[child]))),
-            ("truncate_row", (int(rows[child]), kept)),
-            ("append_row", (int(rows[child]), taken)),
+            ("replace_blocks", (int(rows[child]), group, kept[group], blocks)) for group, blocks in enumerate(taken)
         ]
 
 
-def _buckets(max_num_reqs: int) -> IntArray:
+def _buckets(max_live: int) -> IntArray:
     """Return the batch sizes that graphs are captured for, as in the engines: 0, 1, 2, 4, then multiples of 8."""
-    sizes = [size for size in (0, 1, 2, 4, *range(8, max_num_reqs, 8)) if size < max_num_reqs]
-    return np.array([*sizes, max_num_reqs], np.int64)
+    sizes = [size for size in (0, 1, 2, 4, *range(8, max_live, 8)) if size < max_live]
+    return np.array([*sizes, max_live], np.int64)

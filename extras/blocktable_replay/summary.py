@@ -64,6 +64,7 @@ def _config(result: ReplayResult) -> dict[str, Any]:
         "groups": [as_pairs(group) for group in config.groups],
         "widths": list(config.arena.widths),
         "max_num_reqs": config.max_num_reqs,
+        "num_rows": config.num_rows,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,
         "lookahead_tokens": config.lookahead_tokens,

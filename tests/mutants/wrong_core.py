@@ -9,17 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import blocktable.export_calls
 import blocktable.exports
 import blocktable.metadata
 import blocktable.table
-from blocktable import BlockTableConfig, ContextParallel, RowCapacityError, Writes
+from blocktable import BlockTableConfig, ContextParallel, KVCacheGroup, RowCapacityError, Writes
 from blocktable.batches import BatchChecks
 from blocktable.exports import ExportSets
+from blocktable.host_exports import export_on_host as export_on_host_of_the_core
 from blocktable.metadata import Family, MetadataPlan
 from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
@@ -32,7 +35,10 @@ MUTANTS: dict[str, tuple[str, Patch]] = {}
 """Mutant -> the rule that a failed assertion must name, and what it replaces."""
 
 CASES = "test_cases and not partition"
-EXPORT_CASES = "test_exports.py and not equal and not any_history and not long_rows"
+EXPORT_CASES = (
+    "(test_exports.py or test_export_parts.py) and not on_the_host_are and not equal and not any_history "
+    "and not long_rows"
+)
 EXPORT_MUTANTS: set[str] = set()
 """Those that the cases of exports must catch."""
 
@@ -174,7 +180,7 @@ def alignment_is_room(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R7")
 def any_id_is_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NumpyRows, "_refuse_ids", lambda self, group, ids: None)
+    patch.setattr(NumpyRows, "_refuse_ids", lambda self, group, ids, name="": None)
 
 
 @_mutant("R8")
@@ -320,6 +326,52 @@ def lengths_of_another_batch_are_taken(patch: pytest.MonkeyPatch) -> None:
 @_export_mutant("R26")
 def any_batch_is_handed_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BufferViews, "require_held", lambda self, *arguments: None)
+
+
+@_export_mutant("R34")
+def boundaries_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    def is_boundary(config: BlockTableConfig, spec: KVCacheGroup, tokens: Any) -> Any:
+        local = config.context_parallel.local_lengths(tokens) if spec.is_sharded else tokens
+        return local % spec.tokens_per_column == 0
+
+    patch.setattr(blocktable.exports, "is_boundary", is_boundary)
+
+
+@_export_mutant("R34")
+def any_first_token_is_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(blocktable.export_calls, "check_first_tokens", lambda *arguments: None)
+
+
+@_export_mutant("R37")
+def the_host_exports_the_last_commit(patch: pytest.MonkeyPatch) -> None:
+    right = export_on_host_of_the_core
+
+    def export_on_host(config: BlockTableConfig, rows: Any, *arguments: Any) -> Any:
+        committed = SimpleNamespace(mirror=rows.mirror, filled=rows.committed_filled)
+        return right(config, committed, *arguments)
+
+    patch.setattr(blocktable.export_calls, "export_on_host", export_on_host)
+
+
+@_export_mutant("R37")
+def a_host_export_commits(patch: pytest.MonkeyPatch) -> None:
+    right = BlockTable.export_host
+
+    def export_host(self: BlockTable, *arguments: Any, **options: Any) -> Any:
+        self.commit()
+        return right(self, *arguments, **options)
+
+    patch.setattr(BlockTable, "export_host", export_host)
+
+
+@_export_mutant("R36")
+def positions_of_any_group_are_mapped(patch: pytest.MonkeyPatch) -> None:
+    right = BlockTable.map_positions
+
+    def map_positions(self: BlockTable, rows: Any, group: int, *arguments: Any, **options: Any) -> Any:
+        return right(self, rows, 0, *arguments, **options)
+
+    patch.setattr(BlockTable, "map_positions", map_positions)
 
 
 def main(folder: Path) -> None:

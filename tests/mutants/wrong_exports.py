@@ -85,14 +85,14 @@ class _CountsOfTheFirstGroup(ExportStore):
     def counted_groups(self, out: ExportBuffers) -> tuple[int, ...]:
         return (out.groups[0], out.groups[0])
 
-    def entries(self, group: int, batch: Batch, i: int, count: int) -> list[int]:
-        found = super().entries(group, batch, i, count)
+    def entries(self, group: int, batch: Batch, i: int, count: int, first: int = 0) -> list[int]:
+        found = super().entries(group, batch, i, count, first)
         return found + [0] * (count - len(found))
 
 
 class _FirstGroupForAll(ExportStore):
-    def entries(self, group: int, batch: Batch, i: int, count: int) -> list[int]:
-        return super().entries(0, batch, i, count)
+    def entries(self, group: int, batch: Batch, i: int, count: int, first: int = 0) -> list[int]:
+        return super().entries(0, batch, i, count, first)
 
 
 class _BlocksForSlots(ExportStore):
@@ -101,9 +101,9 @@ class _BlocksForSlots(ExportStore):
 
 
 class _WindowIgnored(ExportStore):
-    def entries(self, group: int, batch: Batch, i: int, count: int) -> list[int]:
+    def entries(self, group: int, batch: Batch, i: int, count: int, first: int = 0) -> list[int]:
         row = self.row_of(batch, i)
-        found: list[int] = [] if row is None else self.table(group)[row, :count].tolist()
+        found: list[int] = [] if row is None else self.table(group)[row, first : first + count].tolist()
         return found
 
 
@@ -213,6 +213,105 @@ class _CutsAreNotCounted(ExportStore):
         out.num_cut[0] = 0  # type: ignore[index]
 
 
+class _PartsAreWholeRows(ExportStore):
+    """Takes the first tokens for what they are only in the lengths."""
+
+    def entries(self, group: int, batch: Batch, i: int, count: int, first: int = 0) -> list[int]:
+        return super().entries(group, batch, i, count)
+
+
+class _LengthsAreOfTheSequence(ExportStore):
+    def length(self, out: ExportBuffers, batch: Batch, i: int) -> int:
+        return super().length(out, batch, i) + self.tokens_before(out, batch, i)
+
+
+class _FirstTokensOfAllRanks(ExportStore):
+    def tokens_before(self, out: ExportBuffers, batch: Batch, i: int) -> int:
+        given = batch.first_tokens
+        return 0 if given is None or self.row_of(batch, i) is None else max(0, int(given[i]))
+
+
+class _RoundedTokensAreNotCounted(ExportStore):
+    def count_rounded(self, batch: Batch, out: ExportBuffers) -> None:
+        """Rounds without a sign."""
+
+
+class _PartsAreRoundedUp(ExportStore):
+    def first_column(self, out: ExportBuffers, batch: Batch, i: int) -> int:
+        return -(-self.tokens_before(out, batch, i) // self.block_tokens(out))
+
+
+class _ColumnsOfThePart(ExportStore):
+    """Counts the columns of an inverse map from the part's start."""
+
+    def mapped_from(self, first_column: int) -> int:
+        return 0
+
+
+class _DummiesAreRounded(ExportStore):
+    def count_rounded(self, batch: Batch, out: ExportBuffers) -> None:
+        if out.num_cut is not None and batch.first_tokens is not None:
+            size = self.block_tokens(out)
+            for first in batch.first_tokens.tolist():
+                out.num_cut[0] += self.local_length(out.groups[0], max(0, first)) % size != 0
+
+
+class _RingsDoNotTurn(ExportStore):
+    def ring_column(self, column: int, ring: int) -> int:
+        return min(column, ring - 1)
+
+
+class _OverwrittenColumnsStay(ExportStore):
+    def first_of_ring(self, length: int, ring: int, tokens: int) -> int:
+        return 0
+
+
+class _PartlyOverwrittenColumnsGo(ExportStore):
+    def first_of_ring(self, length: int, ring: int, tokens: int) -> int:
+        return max(0, -(-length // tokens) - ring)
+
+
+class _RingsIgnoreTheirWindow(ExportStore):
+    def first_of_window(self, group: int, batch: Batch, i: int) -> int:
+        return 0
+
+
+class _StartsArePaddedWithZero(ExportStore):
+    def padded_start(self, starts: list[int]) -> int:
+        return 0
+
+
+class _DummiesHaveTokens(ExportStore):
+    def is_request_of_tokens(self, batch: Batch, i: int) -> bool:
+        return True
+
+
+class _RequestsAreRows(ExportStore):
+    def request_number(self, batch: Batch, i: int) -> int:
+        return self.row_of(batch, i) or 0
+
+
+class _PositionsArePadded(ExportStore):
+    """Says the group's pad slot where a position has no slot."""
+
+    def no_slot(self, group: int) -> int:
+        return self.config.groups[group].pad_slot_id
+
+
+class _PositionsAreOfAllRanks(ExportStore):
+    def local_position(self, group: int, row: int, position: int) -> int | None:
+        return (
+            super().local_position(group, row, position) if self.config.groups[group].slot_mode == "ring" else position
+        )
+
+
+class _PositionsDoNotWrap(ExportStore):
+    def local_position(self, group: int, row: int, position: int) -> int | None:
+        return (
+            position if self.config.groups[group].slot_mode == "ring" else super().local_position(group, row, position)
+        )
+
+
 LastPageIsTheRest = _mutant("R27", _LastPageIsTheRest)
 PagesAreRoundedDown = _mutant("R27", _PagesAreRoundedDown)
 OnePageTooMany = _mutant("R27", _OnePageTooMany)
@@ -245,3 +344,20 @@ StatesPastTheRow = _mutant("R31", _StatesPastTheRow)
 ExportsKeptAtWakeUp = _mutant("R24", _ExportsKeptAtWakeUp)
 CopiesEachCall = _mutant("R25", _CopiesEachCall)
 CapacityIgnored = _mutant("R27", _CapacityIgnored)
+PartsAreWholeRows = _mutant("R34", _PartsAreWholeRows)
+LengthsAreOfTheSequence = _mutant("R34", _LengthsAreOfTheSequence)
+FirstTokensOfAllRanks = _mutant("R34", _FirstTokensOfAllRanks)
+RoundedTokensAreNotCounted = _mutant("R34", _RoundedTokensAreNotCounted)
+PartsAreRoundedUp = _mutant("R34", _PartsAreRoundedUp)
+ColumnsOfThePart = _mutant("R34", _ColumnsOfThePart)
+DummiesAreRounded = _mutant("R34", _DummiesAreRounded)
+RingsDoNotTurn = _mutant("R35", _RingsDoNotTurn)
+OverwrittenColumnsStay = _mutant("R35", _OverwrittenColumnsStay)
+PartlyOverwrittenColumnsGo = _mutant("R35", _PartlyOverwrittenColumnsGo)
+RingsIgnoreTheirWindow = _mutant("R35", _RingsIgnoreTheirWindow)
+StartsArePaddedWithZero = _mutant("R35", _StartsArePaddedWithZero)
+DummiesHaveTokens = _mutant("R35", _DummiesHaveTokens)
+RequestsAreRows = _mutant("R35", _RequestsAreRows)
+PositionsArePadded = _mutant("R36", _PositionsArePadded)
+PositionsAreOfAllRanks = _mutant("R36", _PositionsAreOfAllRanks)
+PositionsDoNotWrap = _mutant("R36", _PositionsDoNotWrap)

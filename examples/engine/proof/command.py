@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=1, help="context-parallel ranks")
     parser.add_argument("--interleave-size", type=int, default=1, help="tokens that a rank holds in turn")
     parser.add_argument("--processes", action="store_true", help="a process and a device for each rank: gloo, or NCCL")
+    parser.add_argument("--encoder-decoder", action="store_true", help="serve an encoder-decoder, over a cross group")
     parser.add_argument("--all", action="store_true", help="every variant of this device")
     arguments = parser.parse_args()
     if arguments.device == "cpu":  # before the libraries are loaded
@@ -34,13 +35,15 @@ def main() -> int:
 
     torch.set_num_threads(1)  # of small matrices
     options = vars(arguments)
-    run_all, processes = options.pop("all"), options.pop("processes")
+    run_all, processes, encoder_decoder = (options.pop(name) for name in ("all", "processes", "encoder_decoder"))
     options["attention"] = options["attention"] or ("triton" if arguments.device == "cuda" else "torch")
     chosen = Variant(**options)
     if processes:
         verdicts = [run_ranks(chosen)]
     elif run_all:
         verdicts = [serve(variant) for variant in all_variants(arguments.device)]
+        backends = ("numpy", "triton", "cupy", "numba")
+        verdicts += [serve(replace(chosen, backend=backend), encoder_decoder=True) for backend in backends]
         num_devices = torch.cuda.device_count() if arguments.device == "cuda" else 4
         backend = "triton" if arguments.device == "cuda" else "numpy"
         for size in (2, 4):
@@ -49,20 +52,24 @@ def main() -> int:
             else:
                 print(f"NOT RUN {size} ranks over NCCL: they want as many GPUs, and torch sees {num_devices}")
     else:
-        verdicts = [serve(chosen)]
+        verdicts = [serve(chosen, encoder_decoder=encoder_decoder)]
     print(f"{'PASS' if all(verdicts) else 'FAIL'}: {sum(verdicts)} of {len(verdicts)} as with a dense cache")
     return 0 if all(verdicts) else 1
 
 
-def serve(variant: Variant) -> bool:
-    """Print what comes of a variant, an exception too, so that the ones behind it are still seen."""
+def serve(variant: Variant, *, encoder_decoder: bool = False) -> bool:
+    """Print what comes of a variant, an exception too, so that the ones after it are still seen."""
+    from proof.encoder_decoder import report_encoder_decoder
     from proof.variants import run
 
     try:
-        result = run(variant)
+        if encoder_decoder:
+            is_pass, report = report_encoder_decoder(variant)
+        else:
+            result = run(variant)
+            is_pass, report = result.is_pass, result.report(variant)
     except Exception:
         traceback.print_exc()
-        print(f"FAIL {variant}: an exception", flush=True)
-        return False
-    print(result.report(variant), flush=True)
-    return result.is_pass
+        is_pass, report = False, f"FAIL {variant}: an exception"
+    print(report, flush=True)
+    return is_pass

@@ -27,9 +27,11 @@ class DenseCache:
         return self.states[layer]
 
 
-def generate(model: Transformer, prompt: list[int], num_new_tokens: int, sample: int) -> list[int]:
+def generate(
+    model: Transformer, prompt: list[int], num_new_tokens: int, sample: int = 0, cache: DenseCache | None = None
+) -> list[int]:
     """Return the greedy continuation of a prompt that begins with the best token (sample 0), or the next best, ..."""
-    device, cache, tokens = model.embedding.device, DenseCache(model.config), list(prompt)
+    device, cache, tokens = model.embedding.device, cache or DenseCache(model.config), list(prompt)
     for position in range(len(prompt) + num_new_tokens - 1):
         token = torch.tensor([tokens[position]], device=device)
         logits = model.forward(token, torch.tensor([position], device=device), cache)[0]
