@@ -103,7 +103,7 @@ FAULTS = {
         "R10",
         "separate and addresses_stay",
         {
-            "triton": {"tl.maximum(tl.load(batch_ptr + arena_size), num_reqs_padded)": "num_reqs_padded"},
+            "triton": {"tl.maximum(tl.load(batch_ptr + batch_entries), num_reqs_padded)": "num_reqs_padded"},
             "cupy": {"= held_rows > num_reqs_padded ? held_rows : num_reqs_padded;": "= num_reqs_padded;"},
             "numba": {"max(batch[batch_entries], num_reqs_padded)": "num_reqs_padded"},
         },
@@ -112,7 +112,7 @@ FAULTS = {
         "R5",
         "separate and padded_rows_hold",
         {
-            "triton": {"columns, held, TILE)": "columns, columns, TILE)"},
+            "triton": {"columns, held, filler, TILE)": "columns, columns, filler, TILE)"},
             "cupy": {"held, blockDim.x);": "0, blockDim.x);"},
             "numba": {"while column < held:": "while column < 0:"},
         },
@@ -168,7 +168,7 @@ FAULTS = {
         "R13",
         "separate and (null_block_spans or tokens_in_holes)",
         {
-            "triton": {"(block_id >= blocks_per_kv_block)": "(block_id >= 1)"},
+            "triton": {"< blocks_per_kv_block.to(tl.uint32)": "< 1"},
             "cupy": {"&& is_missing(groups[g], block_id)": "&& block_id == groups[g].null_start"},
             "numba": {"(entry - null_start) < blocks_per_kv_block": "(entry - null_start) < 1"},
         },
@@ -195,6 +195,7 @@ FAULTS = {
         "R5",
         "what_stands_where_no_block_is",
         {
+            "triton": {"column, filler, mask=is_stale)": "column, 0, mask=is_stale)"},
             "cupy": {"int filler = (int)groups[g].filler;\n  int*": "int filler = 0;\n  int*"},
             "numba": {"batch[batch_row + column] = filler\n": "batch[batch_row + column] = 0\n"},
         },
@@ -203,6 +204,7 @@ FAULTS = {
         "R11",
         "what_stands_where_no_block_is",
         {
+            "triton": {"mask=is_kept, other=filler)": "mask=is_kept, other=0)"},
             "cupy": {"int filler = (int)groups[g].filler;\n    for": "int filler = 0;\n    for"},
             "numba": {
                 "filler if HAS_WINDOWS and column < first": "0 if HAS_WINDOWS and column < first",
@@ -214,6 +216,7 @@ FAULTS = {
         "R9",
         "what_stands_where_no_block_is",
         {
+            "triton": {"(value - start), stored,": "(value - start), stored * (0 if IS_CONSTANT else 1),"},
             "cupy": {"= constants[range_index];": "= 0;"},
             "numba": {"arena[place] = changes[values + range_index]": "arena[place] = 0"},
         },
@@ -222,6 +225,7 @@ FAULTS = {
         "R13",
         "slots_of_pad_are_the_groups_own",
         {
+            "triton": {"is_valid, slot, pad_slot_id)": "is_valid, slot, -1)"},
             "cupy": {"int64 pad = groups[g].pad_slot_id;": "int64 pad = -1;"},
             "numba": {"if is_valid else pad_slot_id": "if is_valid else np.int64(-1)"},
         },
@@ -240,6 +244,7 @@ FAULTS = {
         "R14",
         "step_longer_than_its_ring",
         {
+            "triton": {"is_valid & (tl.maximum(last_position, 0) - position < ring)": "is_valid"},
             "cupy": {"ring == 0 || (last > 0 ? last : 0) - position >= ring": "ring == 0"},
             "numba": {"is_valid & (max(last_position, 0) - local < ring)": "is_valid"},
         },
@@ -276,7 +281,7 @@ FAULTS = {
         "R5",
         "fused and padded_rows_hold",
         {
-            "triton": {"tl.where(i < held_rows, held, 0), ROW_TILE)": "columns, ROW_TILE)"},
+            "triton": {"tl.where(i < held_rows, held, 0), filler, ROW_TILE)": "columns, filler, ROW_TILE)"},
             "cupy": {"if (i < held_rows) null_columns(": "if (false) null_columns("},
             "numba": {"if stale > columns:": "if False:"},
         },
@@ -406,6 +411,7 @@ FAULTS = {
         "R25",
         "what_a_layout_puts",
         {
+            "triton": {"nulls[2] * entry_scale)": "0)"},
             "cupy": {"larger(0, groups[g].filler) * entry_scale": "0"},
             "numba": {"max(groups[group + FILLER], 0) * entry_scale": "0"},
         },
@@ -415,6 +421,12 @@ FAULTS = {
         "R27",
         "separate and small_capacity",
         {"cupy": {"num_cut[0] + (before - start)": "num_cut[0]"}},
+        "exports",
+    ),
+    "export_counts_no_cut": Fault(
+        "R27",
+        "separate and small_capacity",
+        {"triton": {"other=0) + tl.maximum(end - limit, 0)": "other=0).to(tl.int64)"}},
         "exports",
     ),
     "export_of_the_next_state": Fault(

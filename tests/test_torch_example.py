@@ -45,7 +45,7 @@ def test_a_kernel_takes_what_its_signature_says(compiled: dict[str, Any], signat
 
 def test_a_launch_names_its_stream_and_wraps_no_number(compiled: dict[str, Any]) -> None:
     """Rules: R21, R22."""
-    assert compiled["launches"] == [[3, 2, 1, 77, *range(9), 256]]
+    assert compiled["launches"] == [[3, 2, 1, 77, *range(10), 256]]
     assert compiled["refused"]
 
 
@@ -82,9 +82,9 @@ def main() -> None:
             assert (kernel.function, kernel.num_threads, kernel.shared_bytes) == (5, 128, 0)
             kernels[f"{signature.name} {dtype}"] = kernel._compiled.asm["ptx"], kernel.num_extra
     null: CompiledKernel = driver.kernel("null_stale_columns", KernelOptions())
-    null((3, 2), tuple(range(9)), 77)
+    null((3, 2), tuple(range(10)), 77)
     try:
-        null((3, 2), (0, 2**31, *range(7)), 77)
+        null((3, 2), (0, 2**31, *range(8)), 77)
         refused = False
     except struct.error:
         refused = True

@@ -31,6 +31,7 @@ CONFIG = bt.BlockTableConfig(
         bt.KVCacheGroup(block_size=4, slot_mode="ring"),
     ],
     max_num_reqs=5,
+    max_num_rows=7,
     max_num_batched_tokens=80,
     max_model_len=90,
     context_parallel=bt.ContextParallel(world_size=2, rank=1, interleave_size=2),
@@ -67,17 +68,8 @@ def test_an_argument_that_does_not_fit_its_type_raises(place: int, value: int) -
 
     driver = InterpretedDriver()
     kernel = driver.kernel("null_stale_columns", KernelOptions())
-    arguments = [
-        driver.address(driver.full(2, 0, "int64")),
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        driver.address(driver.full(9, 0, "int64")),
-    ]
+    ends = [driver.address(driver.full(size, 0, "int64")) for size in (2, 9)]
+    arguments = [ends[0], *[0] * 8, ends[1]]
     kernel((1, 1), arguments, 0)
     arguments[place] = value
     with pytest.raises(struct.error):
@@ -160,7 +152,7 @@ def test_no_kernel_leaves_its_arrays_whatever_they_hold(guarded: bt.BlockTable, 
     for _ in range(4):
         num_reqs = int(rng.integers(0, 6))
         num_positions = int(rng.integers(0, 81))
-        rows = rng.permutation(5)[:3]
+        rows = rng.permutation(7)[:3]
         table.set_rows(rows, [rng.integers(1, 99, 6), rng.integers(1, 99, 3)], [[2] * 3, [1] * 3])
         arrays = {
             "idx_mapping": rng.choice(extremes[np.abs(extremes.astype(float)) < 2**31], num_reqs).astype(np.int32),

@@ -14,13 +14,16 @@ import triton.language as tl
 
 from blocktable_triton.kernels import (
     BLOCKS_PER_KV_BLOCK,
-    NULL_BLOCK_ID,
+    FILLER,
+    INT32_MAX,
+    NULL_START,
     NUM_FIELDS,
     SLIDING_WINDOW,
     TABLE_START,
     TOKENS_PER_COLUMN,
     WIDTH,
     _divide,
+    _is_missing,
     _jit,
     _local_length,
     _pointer,
@@ -53,18 +56,30 @@ def _first_column_of(group_ptr, num_computed_tokens, i, row):
 
 
 @triton.jit
-def _row_in(group_ptr, g, arena_ptr, max_num_reqs, row):
+def _row_in(group_ptr, g, arena_ptr, max_num_rows, row):
     """Where rows begin, and how many columns they fill: for a dummy the first row, and none."""
     width = tl.load(group_ptr + WIDTH)
-    filled = tl.load(arena_ptr + max_num_reqs.to(tl.int64) * g + row, mask=row >= 0, other=0)
+    filled = tl.load(arena_ptr + max_num_rows.to(tl.int64) * g + row, mask=row >= 0, other=0)
     table_row = arena_ptr + tl.load(group_ptr + TABLE_START) + width * tl.maximum(row, 0)
     return table_row, tl.minimum(filled.to(tl.int64), width)
 
 
 @triton.jit
-def _entry_of(table_row, first_column, filled, column):
-    """What columns of rows hold: NULL before the window, and after what the row fills."""
-    return tl.load(table_row + column, mask=(column >= first_column) & (column < filled), other=NULL_BLOCK_ID)
+def _nulls_of(group_ptr):
+    """What says which entries of a group are missing, and the block that stands for them where the layout has no null.
+
+    Loaded before a loop: a compiler moves no load out of one that stores.
+    """
+    null_start, blocks_per_kv_block = tl.load(group_ptr + NULL_START), tl.load(group_ptr + BLOCKS_PER_KV_BLOCK)
+    return null_start, blocks_per_kv_block, tl.maximum(tl.load(group_ptr + FILLER), 0)
+
+
+@triton.jit
+def _block_in(table_row, first_column, filled, column, nulls):
+    """Blocks of columns of rows, [n] int32; -1: missing, left behind by the window, or after what the row fills."""
+    null_start, blocks_per_kv_block, _ = nulls
+    block_id = tl.load(table_row + column, mask=(column >= first_column) & (column < filled), other=-1)
+    return tl.where(_is_missing(block_id, null_start, blocks_per_kv_block), -1, block_id)
 
 
 @_jit
@@ -74,6 +89,7 @@ def count_entries(
     seq_lens: tl.int64,  # [num_reqs] int32, batch index -> tokens
     num_reqs: tl.int32,
     max_num_reqs: tl.int32,
+    max_num_rows: tl.int32,
     groups: tl.int64,  # [num_groups, NUM_FIELDS] int64
     members: tl.int64,  # [num_members] int32, groups
     num_members: tl.int32,
@@ -93,12 +109,12 @@ def count_entries(
     while first < max_num_reqs:
         i = first + tl.arange(0, TILE)
         is_row = i < max_num_reqs
-        row = _row_of(idx_mapping, i, num_reqs, max_num_reqs)
+        row = _row_of(idx_mapping, i, num_reqs, max_num_rows)
         # step 2: how many columns its row fills, in every group
         columns = tl.where(row >= 0, width, 0)
         m = num_members * 0
         while m < num_members:
-            first_count = max_num_reqs.to(tl.int64) * tl.load(member_ptr + m)
+            first_count = max_num_rows.to(tl.int64) * tl.load(member_ptr + m)
             columns = tl.minimum(columns, tl.load(arena_ptr + first_count + row, mask=row >= 0, other=0))
             m += 1
         # step 3: how many tokens of it this rank holds
@@ -119,13 +135,15 @@ def count_entries(
 @_jit
 def start_requests(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, num_reqs: tl.int32,
-    max_num_reqs: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
+    max_num_reqs: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32,
+    arena: tl.int64,  # as above
     unit: tl.int32,  # what an entry is
     capacity: tl.int32,  # entries of a member's indices
     lengths: tl.int64,  # [max_num_reqs] int32
     counts: tl.int64,  # [2 * max_num_reqs + 2] int32, the last two written
     indptr: tl.int64,  # [max_num_reqs + 1] int32, written
     last_page_lens: tl.int64,  # [max_num_reqs] int32, written
+    num_cut: tl.int64,  # [1] int32, what the capacity has left out is added
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Write where each request's entries begin, and how many tokens its last page holds."""
@@ -156,18 +174,22 @@ def start_requests(
         last_page_len = tl.minimum(tokens, length - (num_pages - 1) * tokens)
         last_page_len = tl.where(num_pages > 0, last_page_len, 0)
         tl.store(_pointer(last_page_lens, tl.int32) + i, last_page_len.to(tl.int32), mask=i < max_num_reqs)
-        # step 4: remember how many entries there are
+        # step 4: remember how many entries there are, and count those that are cut
         is_total = i == max_num_reqs
         total_ptr = count_ptr + i + max_num_reqs
         tl.store(total_ptr + 1, tl.load(total_ptr, mask=is_total, other=0), mask=is_total)
         tl.store(total_ptr, start.to(tl.int32), mask=is_total)
+        cut_ptr = _pointer(num_cut, tl.int32) + i * 0
+        cut = tl.load(cut_ptr, mask=is_total, other=0) + tl.maximum(end - limit, 0)
+        tl.store(cut_ptr, tl.minimum(cut, INT32_MAX).to(tl.int32), mask=is_total)
         first += tl.num_programs(0) * TILE
 
 
 @_jit
 def write_indices(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, num_reqs: tl.int32,
-    max_num_reqs: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
+    max_num_reqs: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32,
+    arena: tl.int64,  # as above
     unit: tl.int32,  # what an entry is
     capacity: tl.int32,  # entries of a member's indices
     counts: tl.int64,  # [2 * max_num_reqs + 2] int32
@@ -175,7 +197,7 @@ def write_indices(
     entries: tl.int64,  # [num_members, capacity] int32, written
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries of all requests, one request after another, and NULL over those of a larger batch before."""
+    """Write the entries of all requests, one request after another, and the fill over what a larger batch left."""
     arena_ptr, start_ptr = _pointer(arena, tl.int32), _pointer(indptr, tl.int32)
     total_ptr = _pointer(counts, tl.int32) + 2 * max_num_reqs
     total = tl.load(total_ptr)
@@ -186,10 +208,11 @@ def write_indices(
         g = tl.load(_pointer(members, tl.int32) + m)
         group_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS
         entry_ptr = _pointer(entries, tl.int32) + capacity.to(tl.int64) * m
+        nulls = _nulls_of(group_ptr)
         first = tl.program_id(0).to(tl.int64) * TILE
         while first < end:
             entry = first + tl.arange(0, TILE)
-            # step 2: NULL behind the last entry
+            # step 2: the fill behind the last entry
             is_real = entry < total
             # step 3: which request and column
             i = tl.zeros((TILE,), tl.int32)
@@ -199,16 +222,16 @@ def write_indices(
                 start = tl.load(start_ptr + i + half, mask=is_real, other=0)
                 i = tl.where(start <= entry, i + half, i)
                 size -= half
-            row = tl.where(is_real, _row_of(idx_mapping, i, num_reqs, max_num_reqs), -1)
+            row = tl.where(is_real, _row_of(idx_mapping, i, num_reqs, max_num_rows), -1)
             place = entry - tl.load(start_ptr + i, mask=is_real, other=0)
             tokens = tl.load(group_ptr + TOKENS_PER_COLUMN)
             tokens = tl.where(unit == COUNT_TOKENS, tokens, tokens * 0 + 1)
             column = _divide(tl.maximum(place, 0), tokens)
             first_column = _first_column_of(group_ptr, num_computed_tokens, i, row)
-            table_row, filled = _row_in(group_ptr, g, arena_ptr, max_num_reqs, row)
-            index = _entry_of(table_row, first_column, filled, column).to(tl.int64)
-            index = tl.where(is_real, index * tokens + (place - column * tokens), 0)
+            table_row, filled = _row_in(group_ptr, g, arena_ptr, max_num_rows, row)
+            block_id = _block_in(table_row, first_column, filled, column, nulls).to(tl.int64)
             # step 4: store the entry
+            index = tl.where(block_id < 0, nulls[2], block_id) * tokens + tl.where(is_real, place - column * tokens, 0)
             tl.store(entry_ptr + entry, index.to(tl.int32), mask=entry < end)
             first += tl.num_programs(0).to(tl.int64) * TILE
         m += tl.num_programs(1)
@@ -217,10 +240,11 @@ def write_indices(
 @_jit
 def write_table(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, num_reqs: tl.int32,
-    max_num_reqs: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
+    max_num_reqs: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32,
+    arena: tl.int64,  # as above
     width: tl.int32,  # columns of a row of the table
     counts: tl.int64,  # [2 * max_num_reqs + 2] int32
-    null: tl.int64,
+    null: tl.int64,  # 0: the layout has none
     entry_scale: tl.int64,
     has_values: tl.int32,  # 1: a row of V offsets follows each row of K offsets
     value_offset: tl.int64,  # from a K offset to its V offset
@@ -228,38 +252,38 @@ def write_table(
     SLOT_T: tl.constexpr,  # tl.int32 or tl.int64
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the columns in use of every batch row, and the layout's null behind them."""
+    """Write the columns in use of every batch row, and the fill behind them."""
     arena_ptr, count_ptr = _pointer(arena, tl.int32), _pointer(counts, tl.int32)
-    null_entry = null.to(tl.int64)
     # step 1: which batch row and group
     m = tl.program_id(1)
     while m < num_members:
         g = tl.load(_pointer(members, tl.int32) + m)
         group_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS
+        nulls = _nulls_of(group_ptr)
+        fill = tl.where(null < 0, null, nulls[2] * entry_scale)
         i = tl.program_id(0)
         while i < max_num_reqs:
             count = tl.minimum(tl.load(count_ptr + i), width)
             before = tl.minimum(tl.load(count_ptr + max_num_reqs + i), width)
             cell = max_num_reqs.to(tl.int64) * m + i
             row_ptr = _pointer(entries, SLOT_T) + cell * (1 + has_values) * width
-            # step 2: null over what an earlier batch left behind its columns
+            # step 2: the fill over what an earlier batch left behind its columns
             first = count
             while first < before:
                 column = first + tl.arange(0, TILE)
-                tl.store(row_ptr + column, null_entry.to(SLOT_T), mask=column < before)
-                tl.store(row_ptr + width + column, null_entry.to(SLOT_T), mask=column < before * has_values)
+                tl.store(row_ptr + column, fill.to(SLOT_T), mask=column < before)
+                tl.store(row_ptr + width + column, fill.to(SLOT_T), mask=column < before * has_values)
                 first += TILE
             # step 3: how many of them the window has left behind
-            row = _row_of(idx_mapping, i, num_reqs, max_num_reqs)
+            row = _row_of(idx_mapping, i, num_reqs, max_num_rows)
             first_column = _first_column_of(group_ptr, num_computed_tokens, i, row)
-            table_row, filled = _row_in(group_ptr, g, arena_ptr, max_num_reqs, row)
+            table_row, filled = _row_in(group_ptr, g, arena_ptr, max_num_rows, row)
             # step 4: store the columns in use
-            first_id = tl.where(null_entry != NULL_BLOCK_ID, tl.load(group_ptr + BLOCKS_PER_KV_BLOCK), 0)
             first = count * 0
             while first < count:
                 column = first + tl.arange(0, TILE)
-                block_id = _entry_of(table_row, first_column, filled, column).to(tl.int64)
-                entry = tl.where(block_id < first_id, null_entry, block_id * entry_scale)
+                block_id = _block_in(table_row, first_column, filled, column, nulls).to(tl.int64)
+                entry = tl.where(block_id < 0, fill, block_id * entry_scale)
                 tl.store(row_ptr + column, entry.to(SLOT_T), mask=column < count)
                 value = (entry + value_offset).to(SLOT_T)
                 tl.store(row_ptr + width + column, value, mask=column < count * has_values)
@@ -271,7 +295,8 @@ def write_table(
 @_jit
 def clear_inverse_map(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, num_reqs: tl.int32,
-    max_num_reqs: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
+    max_num_reqs: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32,
+    arena: tl.int64,  # as above
     width: tl.int32,  # columns that a row may export
     num_kernel_blocks: tl.int32,
     counts: tl.int64,  # [2 * max_num_reqs + 2] int32
@@ -306,7 +331,8 @@ def clear_inverse_map(
 @_jit
 def write_inverse_map(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, num_reqs: tl.int32,
-    max_num_reqs: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
+    max_num_reqs: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32,
+    arena: tl.int64,  # as above
     width: tl.int32,  # columns that a row may export
     num_kernel_blocks: tl.int32,
     counts: tl.int64,  # [2 * max_num_reqs + 2] int32
@@ -321,14 +347,14 @@ def write_inverse_map(
     while m < num_members:
         g = tl.load(_pointer(members, tl.int32) + m)
         group_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS
+        nulls = _nulls_of(group_ptr)
         i = tl.program_id(0)
         while i < max_num_reqs:
             count = tl.minimum(tl.load(count_ptr + i), width)
             # step 2: how many of its columns the window has left behind
-            row = _row_of(idx_mapping, i, num_reqs, max_num_reqs)
+            row = _row_of(idx_mapping, i, num_reqs, max_num_rows)
             first_column = _first_column_of(group_ptr, num_computed_tokens, i, row)
-            table_row, filled = _row_in(group_ptr, g, arena_ptr, max_num_reqs, row)
-            first_id = tl.load(group_ptr + BLOCKS_PER_KV_BLOCK)
+            table_row, filled = _row_in(group_ptr, g, arena_ptr, max_num_rows, row)
             cell = max_num_reqs.to(tl.int64) * m + i
             mapped_ptr = _pointer(mapped, tl.int32) + cell * width
             entry_ptr = _pointer(entries, tl.int32) + cell * num_kernel_blocks
@@ -337,10 +363,10 @@ def write_inverse_map(
                 column = first + tl.arange(0, TILE)
                 # step 3: remember its blocks
                 is_column = column < count
-                block_id = _entry_of(table_row, first_column, filled, column)
+                block_id = _block_in(table_row, first_column, filled, column, nulls)
                 tl.store(mapped_ptr + column, block_id, mask=is_column)
                 # step 4: store the column of each block, the last one of a block that stands there twice
-                is_mapped = is_column & (block_id >= first_id) & (block_id < num_kernel_blocks)
+                is_mapped = is_column & (block_id >= 0) & (block_id < num_kernel_blocks)
                 tl.atomic_max(entry_ptr + block_id, column, mask=is_mapped)
                 first += TILE
             i += tl.num_programs(0)
@@ -350,10 +376,11 @@ def write_inverse_map(
 @_jit
 def gather_state_indices(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, num_reqs: tl.int32,
-    max_num_reqs: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
+    max_num_reqs: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64, num_members: tl.int32,
+    arena: tl.int64,  # as above
     state_columns: tl.int32,  # which ones
     num_columns: tl.int32,
-    null: tl.int64,
+    null: tl.int64,  # 0: the layout has none
     entries: tl.int64,  # [num_members, max_num_reqs, num_columns] SLOT_T, written
     SLOT_T: tl.constexpr,  # tl.int32 or tl.int64
     TILE: tl.constexpr,
@@ -367,13 +394,15 @@ def gather_state_indices(
         g = tl.load(_pointer(members, tl.int32) + m)
         group_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS
         entry_ptr = _pointer(entries, SLOT_T) + num_cells * m
+        nulls = _nulls_of(group_ptr)
+        fill = tl.where(null < 0, null, nulls[2])
         first_cell = tl.program_id(0).to(tl.int64) * TILE
         while first_cell < num_cells:
             cell = first_cell + tl.arange(0, TILE)
             i = _divide(cell, num_columns.to(tl.int64))
-            row = _row_of(idx_mapping, i.to(tl.int32), num_reqs, max_num_reqs)
+            row = _row_of(idx_mapping, i.to(tl.int32), num_reqs, max_num_rows)
             # step 2: which column
-            table_row, filled = _row_in(group_ptr, g, arena_ptr, max_num_reqs, row)
+            table_row, filled = _row_in(group_ptr, g, arena_ptr, max_num_rows, row)
             first = cell * 0
             if state_columns == STATE_LAST:
                 first = tl.maximum(filled - num_columns, 0)
@@ -381,9 +410,9 @@ def gather_state_indices(
                 seq_len = tl.load(_pointer(seq_lens, tl.int32) + i, mask=row >= 0, other=0).to(tl.int64)
                 first = _divide(tl.maximum(seq_len - 1, 0), tl.load(group_ptr + TOKENS_PER_COLUMN))
             column = first + (cell - i * num_columns)
-            # step 3: store the block, or null where there is none
-            block_id = _entry_of(table_row, first * 0, filled, column).to(tl.int64)
-            stored = tl.where(block_id == NULL_BLOCK_ID, null.to(tl.int64), block_id)
+            # step 3: store the block, or the fill where there is none
+            block_id = _block_in(table_row, first * 0, filled, column, nulls).to(tl.int64)
+            stored = tl.where(block_id < 0, fill, block_id)
             tl.store(entry_ptr + cell, stored.to(SLOT_T), mask=cell < num_cells)
             first_cell += tl.num_programs(0).to(tl.int64) * TILE
         m += tl.num_programs(1)

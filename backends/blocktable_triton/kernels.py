@@ -16,16 +16,12 @@ import triton
 import triton.language as tl
 
 from blocktable import GROUP_FIELDS
-from blocktable import NULL_BLOCK_ID as _NULL_BLOCK_ID
-from blocktable import PAD_SLOT_ID as _PAD_SLOT_ID
 from blocktable.device import FEATURES as _FEATURES
 from blocktable.device import INT32_MAX as _INT32_MAX
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether `triton.jit` made interpreted functions when this module was loaded."""
 
-PAD_SLOT_ID = tl.constexpr(_PAD_SLOT_ID)
-NULL_BLOCK_ID = tl.constexpr(_NULL_BLOCK_ID)
 INT32_MAX = tl.constexpr(_INT32_MAX)
 SLOT_MODE_RING = tl.constexpr(1)
 SLOT_MODE_NONE = tl.constexpr(2)
@@ -47,6 +43,10 @@ WORLD_SIZE = tl.constexpr(GROUP_FIELDS.index("world_size"))
 RANK = tl.constexpr(GROUP_FIELDS.index("rank"))
 INTERLEAVE_SIZE = tl.constexpr(GROUP_FIELDS.index("interleave_size"))
 COLUMN_SHIFT = tl.constexpr(GROUP_FIELDS.index("column_shift"))
+FILLER = tl.constexpr(GROUP_FIELDS.index("filler"))
+NULL_START = tl.constexpr(GROUP_FIELDS.index("null_start"))
+PAD_SLOT_ID = tl.constexpr(GROUP_FIELDS.index("pad_slot_id"))
+BATCH_START = tl.constexpr(GROUP_FIELDS.index("batch_start"))
 NUM_FIELDS = tl.constexpr(len(GROUP_FIELDS))
 
 
@@ -86,14 +86,20 @@ def _local_length(tokens, group_ptr):
 
 
 @triton.jit
-def _row_of(idx_mapping, i, num_reqs, max_num_reqs):
+def _row_of(idx_mapping, i, num_reqs, max_num_rows):
     """Row of a batch index; -1 for a dummy, for padding and for a batch index below 0. No branch: see _map_tile."""
     row = tl.load(_pointer(idx_mapping, tl.int32) + i, mask=(i >= 0) & (i < num_reqs), other=-1)
-    return tl.where((row >= 0) & (row < max_num_reqs), row, -1)
+    return tl.where((row >= 0) & (row < max_num_rows), row, -1)
 
 
 @triton.jit
-def _store_ranges(change_ptr, num_ranges, num_values, first, arena_ptr, IS_NULL: tl.constexpr, TILE: tl.constexpr):
+def _is_missing(block_id, null_start, blocks_per_kv_block):
+    """Whether table entries stand for no block (R5)."""
+    return (block_id - null_start).to(tl.uint32) < blocks_per_kv_block.to(tl.uint32)
+
+
+@triton.jit
+def _store_ranges(change_ptr, num_ranges, num_values, first, arena_ptr, IS_CONSTANT: tl.constexpr, TILE: tl.constexpr):
     """Store TILE values of packed ranges, from the value `first` on. change_ptr: where their offsets begin."""
     start_ptr = change_ptr + num_ranges
     value = first + tl.arange(0, TILE)
@@ -107,9 +113,8 @@ def _store_ranges(change_ptr, num_ranges, num_values, first, arena_ptr, IS_NULL:
         size -= half
     offset = tl.load(change_ptr + range_index, mask=is_value, other=0)
     start = tl.load(start_ptr + range_index, mask=is_value, other=0)
-    stored = tl.full((TILE,), NULL_BLOCK_ID, tl.int32)
-    if not IS_NULL:
-        stored = tl.load(start_ptr + num_ranges + value, mask=is_value, other=0)
+    place = range_index if IS_CONSTANT else value  # a constant range has one value
+    stored = tl.load(start_ptr + num_ranges + place, mask=is_value, other=0)
     tl.store(arena_ptr + offset + (value - start), stored, mask=is_value)
 
 
@@ -119,13 +124,13 @@ def apply_changes(
     num_singles: tl.int32,
     num_ranges: tl.int32,
     num_range_values: tl.int32,
-    num_null_ranges: tl.int32,
-    num_nulls: tl.int32,
-    arena: tl.int64,  # [arena_size] int32, written
+    num_constant_ranges: tl.int32,
+    num_constants: tl.int32,
+    arena: tl.int64,  # [arena.size] int32, written
     num_groups: tl.int32,
     max_num_reqs: tl.int32,
-    arena_size: tl.int64,
-    batch: tl.int64,  # [arena_size + 2 + num_groups * max_num_reqs] int32, the copy of its counts written
+    batch_entries: tl.int64,
+    batch: tl.int64,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, the copy of its counts written
     copy_parts: tl.int32,  # programs that copy the counts of one group; those after all of them write. 0: none copies
     mark: tl.int64,  # of this step; 0: the host waits for none
     last_mark: tl.int64,  # [1] int64, written where counts are copied
@@ -139,7 +144,7 @@ def apply_changes(
     program, copy_programs = tl.program_id(0), num_groups * copy_parts
     if program < copy_programs:
         # step 1: keep the counts that step_batch replaces
-        held_rows = tl.load(batch_ptr + arena_size)
+        held_rows = tl.load(batch_ptr + batch_entries)
         g = _divide(program, copy_parts)
         count_ptr = batch_ptr + max_num_reqs.to(tl.int64) * g
         first_row = (program - g * copy_parts) * TILE
@@ -147,10 +152,10 @@ def apply_changes(
         while first_row < num_rows:
             i = first_row + tl.arange(0, TILE)
             held = tl.load(count_ptr + i, mask=i < max_num_reqs, other=0)
-            tl.store(count_ptr + arena_size + 2 + i, held, mask=i < held_rows)
+            tl.store(count_ptr + batch_entries + 2 + i, held, mask=i < held_rows)
             first_row += copy_parts * TILE
             num_rows = held_rows
-        tl.store(batch_ptr + arena_size + 1, held_rows, mask=program == 0)
+        tl.store(batch_ptr + batch_entries + 1, held_rows, mask=program == 0)
         tl.store(_pointer(last_mark, tl.int64), mark.to(tl.int64), mask=program == 0)
     else:
         begin = (program - copy_programs).to(tl.int64) * TILE
@@ -169,24 +174,24 @@ def apply_changes(
         while first < num_range_values:
             _store_ranges(range_ptr, num_ranges, num_range_values, first, arena_ptr, False, TILE)
             first += stride
-        # step 4: make the NULL ranges NULL
-        null_ptr = range_ptr + num_ranges.to(tl.int64) * 2 + num_range_values
+        # step 4: store the constant ranges
+        constant_ptr = range_ptr + num_ranges.to(tl.int64) * 2 + num_range_values
         first = begin
-        while first < num_nulls:
-            _store_ranges(null_ptr, num_null_ranges, num_nulls, first, arena_ptr, True, TILE)
+        while first < num_constants:
+            _store_ranges(constant_ptr, num_constant_ranges, num_constants, first, arena_ptr, True, TILE)
             first += stride
 
 
 @triton.jit
-def _null_columns(batch_row, columns, held, TILE: tl.constexpr):
-    """Make batch rows NULL from the column `columns` to `held`, where there is any. All: [n]."""
+def _null_columns(batch_row, columns, held, filler, TILE: tl.constexpr):
+    """Make batch rows NULL from the column `columns` to `held`, where there is any. batch_row, columns, held: [n]."""
     end = tl.max(tl.where(held > columns, held, 0), 0)
     if end > 0:
         first = tl.min(tl.where(held > columns, columns, end), 0)
         while first < end:
             column = first + tl.arange(0, TILE)[None, :]
             is_stale = (column >= columns[:, None]) & (column < held[:, None])
-            tl.store(batch_row[:, None] + column, NULL_BLOCK_ID, mask=is_stale)
+            tl.store(batch_row[:, None] + column, filler, mask=is_stale)
             first += TILE
 
 
@@ -196,44 +201,46 @@ def null_stale_columns(
     num_reqs: tl.int32,
     num_reqs_padded: tl.int32,
     max_num_reqs: tl.int32,
+    max_num_rows: tl.int32,
     groups: tl.int64,  # [num_groups, NUM_FIELDS] int64
     num_groups: tl.int32,
-    arena: tl.int64,  # [arena_size] int32
-    arena_size: tl.int64,
-    batch: tl.int64,  # [arena_size + 1 ..] int32, tables written, counts read
+    arena: tl.int64,  # [arena.size] int32
+    batch_entries: tl.int64,
+    batch: tl.int64,  # [batch_entries + 1 ..] int32, tables written, counts read
     TILE: tl.constexpr,
 ):
     """Make every batch row NULL after the columns that its row fills."""
     arena_ptr, batch_ptr = _pointer(arena, tl.int32), _pointer(batch, tl.int32)
     # Rows after this batch hold what a larger one left; further ones are NULL, whatever their old counts say.
-    num_rows = tl.maximum(tl.load(batch_ptr + arena_size), num_reqs_padded)
+    num_rows = tl.maximum(tl.load(batch_ptr + batch_entries), num_reqs_padded)
     # step 1: which batch row and group
     g = tl.program_id(1)
     while g < num_groups:
         group_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS
-        table_start, width = tl.load(group_ptr + TABLE_START), tl.load(group_ptr + WIDTH)
-        first_count = max_num_reqs.to(tl.int64) * g
+        batch_start, width = tl.load(group_ptr + BATCH_START), tl.load(group_ptr + WIDTH)
+        filler = tl.load(group_ptr + FILLER).to(tl.int32)
         i = tl.program_id(0)
         while i < num_rows:
             rows = i + tl.arange(0, 1)
             # step 2: how many columns its row fills
-            row = _row_of(idx_mapping, rows, num_reqs, max_num_reqs)
-            columns = tl.load(arena_ptr + first_count + row, mask=row >= 0, other=0)
+            row = _row_of(idx_mapping, rows, num_reqs, max_num_rows)
+            columns = tl.load(arena_ptr + max_num_rows.to(tl.int64) * g + row, mask=row >= 0, other=0)
             # step 3: NULL over what an earlier batch left after them
-            held = tl.load(batch_ptr + first_count + rows)
-            _null_columns(batch_ptr + table_start + width * rows, columns, held, TILE)
+            held = tl.load(batch_ptr + max_num_reqs.to(tl.int64) * g + rows)
+            _null_columns(batch_ptr + batch_start + width * rows, columns, held, filler, TILE)
             i += tl.num_programs(0)
         g += tl.num_programs(1)
 
 
 @triton.jit
 def _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES: tl.constexpr, TILE: tl.constexpr):
-    """Write the columns that some batch rows' rows fill; return where the batch rows are and their columns. i: [n]."""
-    idx_mapping, num_computed_tokens, num_reqs, max_num_reqs = source
+    """Write the columns that batch rows' rows fill; return where the batch rows are, their columns, and the filler."""
+    idx_mapping, num_computed_tokens, num_reqs, max_num_rows = source
     table_start, width = tl.load(group_ptr + TABLE_START), tl.load(group_ptr + WIDTH)
+    batch_start, filler = tl.load(group_ptr + BATCH_START), tl.load(group_ptr + FILLER).to(tl.int32)
     # step 2: how many columns its row fills
-    row = _row_of(idx_mapping, i, num_reqs, max_num_reqs)
-    columns = tl.load(arena_ptr + max_num_reqs.to(tl.int64) * g + row, mask=row >= 0, other=0)
+    row = _row_of(idx_mapping, i, num_reqs, max_num_rows)
+    columns = tl.load(arena_ptr + max_num_rows.to(tl.int64) * g + row, mask=row >= 0, other=0)
     # step 3: how many of them the window has left behind
     first_kept = row.to(tl.int64) * 0
     if HAS_WINDOWS & FEATURES:
@@ -246,7 +253,7 @@ def _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES: tl.con
             first_kept = _divide(first_kept, tl.load(group_ptr + TOKENS_PER_COLUMN))
     # step 4: store the columns in use, NULL before them
     table_row = arena_ptr + table_start + width * tl.maximum(row, 0)
-    batch_row = batch_ptr + table_start + width * i
+    batch_row = batch_ptr + batch_start + width * i
     end = tl.max(columns, 0)
     first = end * 0
     while first < end:
@@ -255,10 +262,10 @@ def _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES: tl.con
         is_kept = is_column
         if HAS_WINDOWS & FEATURES:
             is_kept = is_column & (column >= first_kept[:, None])
-        block_id = tl.load(table_row[:, None] + column, mask=is_kept, other=NULL_BLOCK_ID)
+        block_id = tl.load(table_row[:, None] + column, mask=is_kept, other=filler)
         tl.store(batch_row[:, None] + column, block_id, mask=is_column)
         first += TILE
-    return batch_row, columns
+    return batch_row, columns, filler
 
 
 @_jit
@@ -268,19 +275,20 @@ def gather_block_tables(
     num_reqs: tl.int32,
     num_reqs_padded: tl.int32,
     max_num_reqs: tl.int32,
+    max_num_rows: tl.int32,
     groups: tl.int64,  # [num_groups, NUM_FIELDS] int64
     num_groups: tl.int32,
-    arena: tl.int64,  # [arena_size] int32
-    arena_size: tl.int64,
-    batch: tl.int64,  # [arena_size + 1 ..] int32, written
+    arena: tl.int64,  # [arena.size] int32
+    batch_entries: tl.int64,
+    batch: tl.int64,  # [batch_entries + 1 ..] int32, written
     FEATURES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Write the columns that the batch's rows fill, and remember how many there are."""
     arena_ptr, batch_ptr = _pointer(arena, tl.int32), _pointer(batch, tl.int32)
-    source = (idx_mapping, num_computed_tokens, num_reqs, max_num_reqs)
+    source = (idx_mapping, num_computed_tokens, num_reqs, max_num_rows)
     is_first_program = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-    tl.store(batch_ptr + arena_size, num_reqs_padded, mask=is_first_program)
+    tl.store(batch_ptr + batch_entries, num_reqs_padded, mask=is_first_program)
     # step 1: which batch row and group
     g = tl.program_id(1)
     while g < num_groups:
@@ -288,7 +296,7 @@ def gather_block_tables(
         i = tl.program_id(0)
         while i < num_reqs_padded:
             rows = i + tl.arange(0, 1)
-            _, columns = _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, rows, FEATURES, TILE)
+            _, columns, _ = _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, rows, FEATURES, TILE)
             # step 5: remember how many columns the batch row holds
             tl.store(batch_ptr + max_num_reqs.to(tl.int64) * g + rows, columns)
             i += tl.num_programs(0)
@@ -313,12 +321,13 @@ def _request_of(query_start_loc, low, size, token, is_wanted):
 
 
 @triton.jit
-def _slots_in(position, row, table, FEATURES: tl.constexpr):
+def _slots_in(position, request, row, tokens, table, FEATURES: tl.constexpr):
     """Slots of tokens at positions of rows: of one row, or of one each; a position of -1 and a row of -1 give PAD.
 
     The rows' counts and blocks are loaded together: a small launch takes as long as its chain of loads.
     """
-    count_ptr, group_ptr, arena_ptr, table_start, width, tokens_per_column, column_shift = table
+    start_ptr, position_ptr, num_tokens = tokens
+    count_ptr, group_ptr, arena_ptr, table_start, width, tokens_per_column, column_shift, pad_slot_id = table
     columns = tl.load(count_ptr + row, mask=row >= 0, other=0)
     is_valid = position >= 0
     local = position
@@ -339,8 +348,13 @@ def _slots_in(position, row, table, FEATURES: tl.constexpr):
     if HAS_MODES & FEATURES:
         slot_mode = tl.load(group_ptr + SLOT_MODE)
         if slot_mode == SLOT_MODE_RING:
-            ring = tl.maximum(columns.to(local.dtype) * tokens_per_column, 1)
-            local = local - _divide(local, ring) * ring
+            ring = columns.to(tl.int64) * tokens_per_column
+            end = tl.minimum(tl.load(start_ptr + request + 1, mask=row >= 0, other=0), num_tokens)
+            last_position = tl.load(position_ptr + end - 1, mask=end > 0, other=0)
+            # Of a request's tokens that share a place the last one is written (R14).
+            is_valid = is_valid & (tl.maximum(last_position, 0) - position < ring)
+            place = tl.maximum(ring, 1).to(local.dtype)
+            local = local - _divide(local, place) * place
     # step 5: which column, and whether the row fills it
     if HAS_ODD_SIZES & FEATURES:
         column = _divide(local, tokens_per_column)
@@ -352,10 +366,11 @@ def _slots_in(position, row, table, FEATURES: tl.constexpr):
     block_id = tl.load(table_row + column, mask=is_valid & (column < num_entries), other=0).to(tl.int64)
     is_valid = is_valid & (column < columns)
     if HAS_NULL_PADS & FEATURES:
-        blocks_per_kv_block = tl.load(group_ptr + BLOCKS_PER_KV_BLOCK)
-        is_valid = is_valid & ((tl.load(group_ptr + NULL_IS_PAD) == 0) | (block_id >= blocks_per_kv_block))
+        null_start, blocks_per_kv_block = tl.load(group_ptr + NULL_START), tl.load(group_ptr + BLOCKS_PER_KV_BLOCK)
+        is_null = _is_missing(block_id, null_start, blocks_per_kv_block)
+        is_valid = is_valid & ((tl.load(group_ptr + NULL_IS_PAD) == 0) | (is_null == 0))
     slot = block_id * tokens_per_column.to(tl.int64) + (local - column * tokens_per_column)
-    return tl.where(is_valid, slot, PAD_SLOT_ID)
+    return tl.where(is_valid, slot, pad_slot_id)
 
 
 @triton.jit
@@ -364,13 +379,13 @@ def _map_tile(inputs, group, num_slots, first, FEATURES: tl.constexpr, IS_LONG: 
 
     What can be loaded at once is, before the first branch: a compiler moves no load across one, and no wait after it.
     """
-    idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, requests_per_token = inputs
+    idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, requests_per_token = inputs
     group_ptr, count_ptr, arena_ptr, slot_ptr = group
     start_ptr, position_ptr = _pointer(query_start_loc, tl.int32), _pointer(positions, tl.int64)
     table_start, width = tl.load(group_ptr + TABLE_START), tl.load(group_ptr + WIDTH)
     tokens_per_column, column_shift = tl.load(group_ptr + TOKENS_PER_COLUMN), tl.load(group_ptr + COLUMN_SHIFT)
-    table = (count_ptr, group_ptr, arena_ptr, table_start, width, tokens_per_column, column_shift)
-    slot_mode = tl.load(group_ptr + SLOT_MODE)
+    slot_mode, pad_slot_id = tl.load(group_ptr + SLOT_MODE), tl.load(group_ptr + PAD_SLOT_ID)
+    table = (count_ptr, group_ptr, arena_ptr, table_start, width, tokens_per_column, column_shift, pad_slot_id)
     first = first.to(tl.int32)
     lane = tl.arange(0, TILE)
     token = first + lane  # beyond the slots it may overflow; nothing is stored there
@@ -381,7 +396,7 @@ def _map_tile(inputs, group, num_slots, first, FEATURES: tl.constexpr, IS_LONG: 
     end_of_tokens = tl.load(start_ptr + num_reqs)
     start = tl.load(start_ptr + request, mask=request >= 0, other=0)
     end = tl.load(start_ptr + request + 1, mask=request >= 0, other=0)
-    row = _row_of(idx_mapping, request, num_reqs, max_num_reqs)
+    row = _row_of(idx_mapping, request, num_reqs, max_num_rows)
     position = tl.load(position_ptr + token, mask=lane < num_positions - first, other=-1)
     if OVERLAPS & FEATURES:  # all so far is nothing that apply_changes writes
         tl.extra.cuda.gdc_wait()
@@ -391,6 +406,7 @@ def _map_tile(inputs, group, num_slots, first, FEATURES: tl.constexpr, IS_LONG: 
     if HAS_MODES & FEATURES:
         is_valid = lane < tl.where(slot_mode == SLOT_MODE_NONE, 0, num_tokens - first)
     position = tl.where(is_valid, position, -1)
+    tokens = (start_ptr, position_ptr, num_tokens)
     # step 3: which request and row
     if IS_LONG:
         last = tl.minimum(num_tokens - first, TILE) - 1 + first
@@ -398,20 +414,21 @@ def _map_tile(inputs, group, num_slots, first, FEATURES: tl.constexpr, IS_LONG: 
         if (num_tokens > first) & ((start > first) | (end <= last)):
             request = _request_of(query_start_loc, 0, num_reqs, first, first >= 0)
             last_request = _request_of(query_start_loc, 0, num_reqs, last, last >= 0)
-            row = _row_of(idx_mapping, request, num_reqs, max_num_reqs)
+            row = _row_of(idx_mapping, request, num_reqs, max_num_rows)
         if request == last_request:
-            slot = _slots_in(position, row, table, FEATURES)
+            slot = _slots_in(position, request, row, tokens, table, FEATURES)
         else:
             low = tl.maximum(request, 0)
             requests = _request_of(query_start_loc, low, last_request - low + 1, token, is_valid)
-            rows = _row_of(idx_mapping, requests, num_reqs, max_num_reqs)
-            slot = _slots_in(position, rows, table, FEATURES)
+            rows = _row_of(idx_mapping, requests, num_reqs, max_num_rows)
+            slot = _slots_in(position, requests, rows, tokens, table, FEATURES)
     else:
         is_searched = is_valid & ((start > token) | (end <= token))
         if tl.max(is_searched.to(tl.int32), 0) > 0:
-            request = _request_of(query_start_loc, 0, num_reqs, token, is_searched)
-            row = tl.where(is_searched, _row_of(idx_mapping, request, num_reqs, max_num_reqs), row)
-        slot = _slots_in(position, row, table, FEATURES)
+            found = _request_of(query_start_loc, 0, num_reqs, token, is_searched)
+            request = tl.where(is_searched, found, request)
+            row = tl.where(is_searched, _row_of(idx_mapping, found, num_reqs, max_num_rows), row)
+        slot = _slots_in(position, request, row, tokens, table, FEATURES)
     # step 7: store the slot
     tl.store(slot_ptr + first + lane, slot.to(slot_ptr.dtype.element_ty), mask=lane < num_slots - first)
 
@@ -423,7 +440,7 @@ def map_slots(
     positions: tl.int64,  # [num_positions] int64, token -> its index in its request
     num_reqs: tl.int32,
     num_positions: tl.int32,
-    max_num_reqs: tl.int32,
+    max_num_rows: tl.int32,
     groups: tl.int64,  # [>= first_group + num_groups, NUM_FIELDS] int64
     first_group: tl.int32,
     num_groups: tl.int32,
@@ -439,12 +456,12 @@ def map_slots(
 ):
     """Write the slot of every token, and PAD from the last real token to the end of the slots."""
     arena_ptr, slot_ptr = _pointer(arena, tl.int32), _pointer(slots, SLOT_T)
-    inputs = (idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, requests_per_token)
+    inputs = (idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, requests_per_token)
     # step 1: which token and group
     y = tl.program_id(1)
     while y < num_groups:
         g = first_group + y
-        group_ptr, count_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS, arena_ptr + max_num_reqs.to(tl.int64) * g
+        group_ptr, count_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS, arena_ptr + max_num_rows.to(tl.int64) * g
         group = (group_ptr, count_ptr, arena_ptr, slot_ptr + slots_stride.to(tl.int64) * y)
         first = tl.program_id(0).to(tl.int64) * TILE
         while first < num_slots:
@@ -463,12 +480,13 @@ def step_batch(
     num_reqs_padded: tl.int32,
     num_positions: tl.int32,
     max_num_reqs: tl.int32,
+    max_num_rows: tl.int32,
     requests_per_token: tl.int64,  # a guess: token * this >> 32 is its request
     groups: tl.int64,  # [num_groups, NUM_FIELDS] int64
     num_groups: tl.int32,
-    arena: tl.int64,  # [arena_size] int32
-    arena_size: tl.int64,
-    batch: tl.int64,  # [arena_size + 2 + num_groups * max_num_reqs] int32, written
+    arena: tl.int64,  # [arena.size] int32
+    batch_entries: tl.int64,
+    batch: tl.int64,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, written
     slots: tl.int64,  # [num_groups, num_slots] SLOT_T, written
     num_slots: tl.int32,
     gather_blocks: tl.int32,  # programs that gather, num_groups at a time; 0: nothing is gathered
@@ -488,9 +506,9 @@ def step_batch(
     if program < gather_blocks:
         if OVERLAPS & FEATURES:
             tl.extra.cuda.gdc_wait()
-        held_rows = tl.load(batch_ptr + arena_size + 1)
-        tl.store(batch_ptr + arena_size, num_reqs_padded, mask=program == 0)
-        source = (idx_mapping, num_computed_tokens, num_reqs, max_num_reqs)
+        held_rows = tl.load(batch_ptr + batch_entries + 1)
+        tl.store(batch_ptr + batch_entries, num_reqs_padded, mask=program == 0)
+        source = (idx_mapping, num_computed_tokens, num_reqs, max_num_rows)
         part = _divide(program, num_groups)
         g = program - part * num_groups
         group_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS
@@ -499,9 +517,9 @@ def step_batch(
         num_rows = first_row + 1  # the first turn waits for no load
         while first_row < num_rows:
             i = first_row + tl.arange(0, ROWS)
-            held = tl.load(count_ptr + arena_size + 2 + i, mask=i < max_num_reqs, other=0)
-            batch_row, columns = _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES, ROW_TILE)
-            _null_columns(batch_row, columns, tl.where(i < held_rows, held, 0), ROW_TILE)
+            held = tl.load(count_ptr + batch_entries + 2 + i, mask=i < max_num_reqs, other=0)
+            batch_row, columns, filler = _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES, ROW_TILE)
+            _null_columns(batch_row, columns, tl.where(i < held_rows, held, 0), filler, ROW_TILE)
             tl.store(count_ptr + i, columns, mask=i < num_reqs_padded)
             first_row += _divide(gather_blocks, num_groups) * ROWS
             num_rows = tl.maximum(held_rows, num_reqs_padded)
@@ -512,10 +530,10 @@ def step_batch(
         # apply_changes is done: the host may use the changes' memory again
         tl.store(_pointer(shown_mark, tl.int64), mark, mask=mark > 0)
     else:
-        inputs = (idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs, requests_per_token)
+        inputs = (idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, requests_per_token)
         program -= gather_blocks
         g = _divide(program, blocks_per_group)
-        group_ptr, count_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS, arena_ptr + max_num_reqs.to(tl.int64) * g
+        group_ptr, count_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS, arena_ptr + max_num_rows.to(tl.int64) * g
         group = (group_ptr, count_ptr, arena_ptr, _pointer(slots, SLOT_T) + num_slots.to(tl.int64) * g)
         first = (program - g * blocks_per_group).to(tl.int64) * TILE
         while first < num_slots:

@@ -1,7 +1,8 @@
 """The four plain kernels in Triton, written to be read. What they compute is R10 to R16 and R19 of docs/spec.md.
 
-    arena: [arena_size] int32. The filled counts [num_groups, max_num_reqs], then the rows of each group.
-    batch: [arena_size + 1 ..] int32. The same for the batch's tables, and then how many rows the last batch had.
+    arena: [arena.size] int32. The filled counts [num_groups, max_num_rows], then the rows of each group.
+    batch: [batch_entries + 1 ..] int32. How many columns each batch row holds, [num_groups, max_num_reqs], then the
+        batch rows of each group, and then how many rows the last batch had.
     groups: [.., len(GROUP_FIELDS)] int64. The geometry of each group, `BlockTableConfig.group_fields`.
     idx_mapping, num_computed_tokens: [num_reqs] int32, batch index -> row, tokens.
     query_start_loc: [num_reqs + 1] int32. First token of each request.
@@ -16,21 +17,21 @@ import triton
 import triton.language as tl
 
 from blocktable import GROUP_FIELDS
-from blocktable import NULL_BLOCK_ID as _NULL_BLOCK_ID
-from blocktable import PAD_SLOT_ID as _PAD_SLOT_ID
 
-NULL_BLOCK_ID, PAD_SLOT_ID = tl.constexpr(_NULL_BLOCK_ID), tl.constexpr(_PAD_SLOT_ID)
 SLOT_MODE_RING, SLOT_MODE_NONE = tl.constexpr(1), tl.constexpr(2)
 
 # Places in a group's row of `groups`.
 NUM_FIELDS = tl.constexpr(len(GROUP_FIELDS))
-TABLE_START, WIDTH = tl.constexpr(GROUP_FIELDS.index("table_start")), tl.constexpr(GROUP_FIELDS.index("width"))
+TABLE_START, BATCH_START = (tl.constexpr(GROUP_FIELDS.index(name)) for name in ("table_start", "batch_start"))
+WIDTH = tl.constexpr(GROUP_FIELDS.index("width"))
 TOKENS_PER_COLUMN = tl.constexpr(GROUP_FIELDS.index("tokens_per_column"))
 BLOCKS_PER_KV_BLOCK = tl.constexpr(GROUP_FIELDS.index("blocks_per_kv_block"))
 SLOT_MODE, NULL_IS_PAD = tl.constexpr(GROUP_FIELDS.index("slot_mode")), tl.constexpr(GROUP_FIELDS.index("null_is_pad"))
 SLIDING_WINDOW = tl.constexpr(GROUP_FIELDS.index("sliding_window"))
 WORLD_SIZE, RANK = tl.constexpr(GROUP_FIELDS.index("world_size")), tl.constexpr(GROUP_FIELDS.index("rank"))
 INTERLEAVE_SIZE = tl.constexpr(GROUP_FIELDS.index("interleave_size"))
+FILLER, NULL_START = tl.constexpr(GROUP_FIELDS.index("filler")), tl.constexpr(GROUP_FIELDS.index("null_start"))
+PAD_SLOT_ID = tl.constexpr(GROUP_FIELDS.index("pad_slot_id"))
 
 
 @triton.jit
@@ -46,24 +47,25 @@ def last_start(starts, size, value, is_wanted):
 
 
 @triton.jit
-def row_of(idx_mapping, i, num_reqs, max_num_reqs):
+def row_of(idx_mapping, i, num_reqs, max_num_rows):
     """Return the row of a batch index; -1 for padding and for a dummy."""
     row = tl.load(idx_mapping + i, mask=i < num_reqs, other=-1)
-    return tl.where((row >= 0) & (row < max_num_reqs), row, -1)
+    return tl.where((row >= 0) & (row < max_num_rows), row, -1)
 
 
 @triton.jit
-def offset_in(offsets, starts, num_ranges, i, is_value):
-    """Return where in the arena the values `i` of packed ranges lie."""
+def place_of(offsets, starts, num_ranges, i, is_value):
+    """Return in which of some packed ranges the values `i` lie, and where in the arena."""
     n = last_start(starts, num_ranges, i, is_value)
     offset = tl.load(offsets + n, mask=is_value, other=0).to(tl.int64)  # a range may end above 32 bits
-    return offset + i - tl.load(starts + n, mask=is_value, other=0)
+    return n, offset + i - tl.load(starts + n, mask=is_value, other=0)
 
 
 @triton.jit
 def apply_changes(
-    changes, num_singles, num_ranges, num_range_values, num_null_ranges, num_nulls,  # Writes.pack_changes lays them out
-    arena, num_groups, max_num_reqs, arena_size, batch, copy_parts, mark, last_mark,  # all but the arena for step_batch
+    changes,  # Writes.pack_changes lays them out
+    num_singles, num_ranges, num_range_values, num_constant_ranges, num_constants, arena,
+    num_groups, max_num_reqs, batch_entries, batch, copy_parts, mark, last_mark,  # for step_batch
     tile: tl.constexpr,
 ):  # fmt: skip
     """Write the changes of a commit into the arena."""
@@ -83,55 +85,57 @@ def apply_changes(
     for start in range(first, num_range_values, stride):
         i = start + tl.arange(0, tile)
         is_value = i < num_range_values
-        offset = offset_in(offsets, starts, num_ranges, i, is_value)
+        _, offset = place_of(offsets, starts, num_ranges, i, is_value)
         tl.store(arena + offset, tl.load(values + i, mask=is_value, other=0), mask=is_value)
-    # step 4: make the NULL ranges NULL
+    # step 4: store the constant ranges
     offsets = values + num_range_values
-    for start in range(first, num_nulls, stride):
+    starts, values = offsets + num_constant_ranges, offsets + 2 * num_constant_ranges
+    for start in range(first, num_constants, stride):
         i = start + tl.arange(0, tile)
-        offset = offset_in(offsets, offsets + num_null_ranges, num_null_ranges, i, i < num_nulls)
-        tl.store(arena + offset, NULL_BLOCK_ID, mask=i < num_nulls)
+        is_value = i < num_constants
+        n, offset = place_of(offsets, starts, num_constant_ranges, i, is_value)
+        tl.store(arena + offset, tl.load(values + n, mask=is_value, other=0), mask=is_value)
 
 
 @triton.jit
 def null_stale_columns(
-    idx_mapping, num_reqs, num_reqs_padded, max_num_reqs,
-    groups, num_groups, arena, arena_size, batch,
+    idx_mapping, num_reqs, num_reqs_padded, max_num_reqs, max_num_rows,
+    groups, num_groups, arena, batch_entries, batch,
     tile: tl.constexpr,
 ):  # fmt: skip
     """Make every batch row NULL after the columns that its row fills."""
-    num_rows = tl.maximum(tl.load(batch + arena_size), num_reqs_padded)  # an earlier batch may have had more
+    num_rows = tl.maximum(tl.load(batch + batch_entries), num_reqs_padded)  # an earlier batch may have had more
     # step 1: which batch row and group
     for g in range(tl.program_id(1), num_groups, tl.num_programs(1)):
-        group, first_count = groups + NUM_FIELDS * g, max_num_reqs.to(tl.int64) * g
-        table_start, width = tl.load(group + TABLE_START), tl.load(group + WIDTH)
+        group, count = groups + NUM_FIELDS * g, arena + max_num_rows.to(tl.int64) * g
+        held_columns, width = batch + max_num_reqs.to(tl.int64) * g, tl.load(group + WIDTH)
         for i in range(tl.program_id(0), num_rows, tl.num_programs(0)):
             # step 2: how many columns its row fills
-            row = row_of(idx_mapping, i, num_reqs, max_num_reqs)
-            columns = tl.load(arena + first_count + row, mask=row >= 0, other=0)
+            row = row_of(idx_mapping, i, num_reqs, max_num_rows)
+            columns = tl.load(count + row, mask=row >= 0, other=0)
             # step 3: NULL over what an earlier batch left after them
-            held = tl.load(batch + first_count + i)
+            held, batch_row = tl.load(held_columns + i), batch + tl.load(group + BATCH_START) + width * i
             for first in range(columns, held, tile):
                 column = first + tl.arange(0, tile)
-                tl.store(batch + table_start + width * i + column, NULL_BLOCK_ID, mask=column < held)
+                tl.store(batch_row + column, tl.load(group + FILLER), mask=column < held)
 
 
 @triton.jit
 def gather_block_tables(
-    idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs,
-    groups, num_groups, arena, arena_size, batch,
+    idx_mapping, num_computed_tokens, num_reqs, num_reqs_padded, max_num_reqs, max_num_rows,
+    groups, num_groups, arena, batch_entries, batch,
     tile: tl.constexpr,
 ):  # fmt: skip
     """Write the columns that the batch's rows fill, and remember how many there are."""
-    tl.store(batch + arena_size, num_reqs_padded)  # every program stores the same
+    tl.store(batch + batch_entries, num_reqs_padded)  # every program stores the same
     # step 1: which batch row and group
     for g in range(tl.program_id(1), num_groups, tl.num_programs(1)):
-        group, first_count = groups + NUM_FIELDS * g, max_num_reqs.to(tl.int64) * g
-        table_start, width = tl.load(group + TABLE_START), tl.load(group + WIDTH)
+        group, count = groups + NUM_FIELDS * g, arena + max_num_rows.to(tl.int64) * g
+        held_columns, width = batch + max_num_reqs.to(tl.int64) * g, tl.load(group + WIDTH)
         for i in range(tl.program_id(0), num_reqs_padded, tl.num_programs(0)):
             # step 2: how many columns its row fills
-            row = row_of(idx_mapping, i, num_reqs, max_num_reqs)
-            columns = tl.load(arena + first_count + row, mask=row >= 0, other=0)
+            row = row_of(idx_mapping, i, num_reqs, max_num_rows)
+            columns = tl.load(count + row, mask=row >= 0, other=0)
             # step 3: how many of them the window has left behind
             window = tl.load(group + SLIDING_WINDOW)  # 0: there is none
             computed = tl.load(num_computed_tokens + i, mask=i < num_reqs, other=0)
@@ -141,19 +145,20 @@ def gather_block_tables(
             rest = tl.minimum(tl.maximum(passed % turn - rank * interleave_size, 0), interleave_size)
             first_kept = (passed // turn * interleave_size + rest) // tl.load(group + TOKENS_PER_COLUMN)
             # step 4: store the columns in use, NULL before them
-            table_row, batch_row = arena + table_start + width * row, batch + table_start + width * i
+            table_row = arena + tl.load(group + TABLE_START) + width * row
+            batch_row, filler = batch + tl.load(group + BATCH_START) + width * i, tl.load(group + FILLER)
             for first in range(0, columns, tile):
                 column = first + tl.arange(0, tile)
                 is_kept = (column >= first_kept) & (column < columns)
-                block_id = tl.load(table_row + column, mask=is_kept, other=NULL_BLOCK_ID)
+                block_id = tl.load(table_row + column, mask=is_kept, other=filler)
                 tl.store(batch_row + column, block_id, mask=column < columns)
             # step 5: remember how many columns the batch row holds
-            tl.store(batch + first_count + i, columns)
+            tl.store(held_columns + i, columns)
 
 
 @triton.jit
 def map_slots(
-    idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_reqs,
+    idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
     groups, first_group, num_groups, arena, slots, slots_stride, num_slots,
     requests_per_token,  # for a guess that saves the bisection; not used here
     tile: tl.constexpr,
@@ -162,7 +167,7 @@ def map_slots(
     end_of_tokens = tl.minimum(tl.load(query_start_loc + num_reqs), tl.minimum(num_positions, num_slots))
     # step 1: which token and group
     for y in range(tl.program_id(1), num_groups, tl.num_programs(1)):
-        group, count = groups + NUM_FIELDS * (first_group + y), arena + max_num_reqs.to(tl.int64) * (first_group + y)
+        group, count = groups + NUM_FIELDS * (first_group + y), arena + max_num_rows.to(tl.int64) * (first_group + y)
         slot_mode, tokens_per_column = tl.load(group + SLOT_MODE), tl.load(group + TOKENS_PER_COLUMN)
         for first in range(tl.program_id(0).to(tl.int64) * tile, num_slots, tl.num_programs(0) * tile):
             token = first + tl.arange(0, tile)
@@ -173,7 +178,7 @@ def map_slots(
             # step 3: which request and row
             request = last_start(query_start_loc, num_reqs, token, is_valid)
             is_valid = is_valid & (tl.load(query_start_loc + request, mask=is_valid, other=0) <= token)
-            row = row_of(idx_mapping, request, num_reqs, max_num_reqs)
+            row = row_of(idx_mapping, request, num_reqs, max_num_rows)
             is_valid = is_valid & (row >= 0)
             # step 4: whose token it is, and its index among this rank's tokens
             world_size, interleave_size = tl.load(group + WORLD_SIZE), tl.load(group + INTERLEAVE_SIZE)
@@ -183,14 +188,21 @@ def map_slots(
             local = turn // world_size * interleave_size + local % interleave_size
             # step 5: which column, and whether the row fills it
             columns = tl.load(count + row, mask=is_valid, other=0)
-            ring = tl.maximum(columns * tokens_per_column, 1)
-            local = tl.where(slot_mode == SLOT_MODE_RING, local % ring, local)
+            ring = columns * tokens_per_column
+            end = tl.minimum(tl.load(query_start_loc + request + 1, mask=is_valid, other=0), end_of_tokens)
+            last_position = tl.maximum(tl.load(positions + end - 1, mask=is_valid & (end > 0), other=0), 0)
+            ahead = tl.where(slot_mode == SLOT_MODE_RING, last_position - position, -1)
+            is_valid = is_valid & (ahead < ring)  # otherwise a later token of the request has the place
+            local = tl.where(slot_mode == SLOT_MODE_RING, local % tl.maximum(ring, 1), local)
             column = local // tokens_per_column
             is_valid = is_valid & (column < columns)
             # step 6: which kernel block
             table_row = arena + tl.load(group + TABLE_START) + tl.load(group + WIDTH) * row
             block_id = tl.load(table_row + column, mask=is_valid, other=0)
-            is_valid = is_valid & (block_id >= tl.load(group + NULL_IS_PAD) * tl.load(group + BLOCKS_PER_KV_BLOCK))
+            blocks_per_kv_block = tl.load(group + BLOCKS_PER_KV_BLOCK).to(tl.uint32)
+            is_missing = (block_id - tl.load(group + NULL_START)).to(tl.uint32) < blocks_per_kv_block
+            is_valid = is_valid & ((tl.load(group + NULL_IS_PAD) == 0) | (is_missing == 0))
             # step 7: store the slot
-            slot = tl.where(is_valid, block_id * tokens_per_column + local % tokens_per_column, PAD_SLOT_ID)
+            slot = block_id * tokens_per_column + local % tokens_per_column
+            slot = tl.where(is_valid, slot, tl.load(group + PAD_SLOT_ID))
             tl.store(slots + slots_stride * y + token, slot, mask=token < num_slots)
