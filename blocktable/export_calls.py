@@ -12,7 +12,7 @@ from blocktable.checks import array_spec, non_negative, vector_length
 from blocktable.config import INT32_LIMIT, BlockTableConfig
 from blocktable.errors import ArgumentError, DtypeError
 from blocktable.exports import (
-    PART_KINDS,
+    RING_AND_REQUEST_KINDS,
     Export,
     ExportSets,
     check_first_tokens,
@@ -285,7 +285,7 @@ class ExportCalls:
 
     def _require_exports(self, call: str, layout: Layout) -> None:
         self._require("exports", call)
-        if layout.kind in PART_KINDS:
+        if layout.kind in RING_AND_REQUEST_KINDS:
             self._require("export_parts", f"{call} of kind {layout.kind!r}")
 
     def _plan_export(

@@ -35,7 +35,7 @@ CSR_KINDS = ("csr", "token_csr", "block_requests")
 CAPACITY_KINDS = (*CSR_KINDS, "token_requests")
 """Kinds whose entries are one row for all requests."""
 
-PART_KINDS = ("ring", "block_requests", "token_requests")
+RING_AND_REQUEST_KINDS = ("ring", "block_requests", "token_requests")
 """Kinds that want the capability "export_parts"."""
 
 NEEDS_SEQ_LENS = (*CSR_KINDS, "lengths", "inverse_map", "ring")

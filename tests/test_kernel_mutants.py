@@ -420,13 +420,10 @@ FAULTS = {
     "export_counts_no_cut": Fault(
         "R27",
         "separate and small_capacity",
-        {"cupy": {"num_cut[0] + (before - start)": "num_cut[0]"}},
-        "exports",
-    ),
-    "export_counts_no_cut": Fault(
-        "R27",
-        "separate and small_capacity",
-        {"triton": {"other=0) + tl.maximum(end - limit, 0)": "other=0).to(tl.int64)"}},
+        {
+            "triton": {"other=0) + tl.maximum(end - limit, 0)": "other=0).to(tl.int64)"},
+            "cupy": {"num_cut[0] + (before - start)": "num_cut[0]"},
+        },
         "exports",
     ),
     "export_of_the_next_state": Fault(

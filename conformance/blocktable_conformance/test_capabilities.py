@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blocktable import CAPABILITIES, PROTOCOL_VERSION, BlockTable, KVCacheGroup, UnsupportedError
@@ -54,8 +55,6 @@ def test_arrays_survive_the_way_to_the_device_and_back(subject_once: Subject) ->
 
     Rules: R22.
     """
-    import numpy as np
-
     for dtype in (np.int32, np.int64):
         for values in ([], [1, -2, np.iinfo(dtype).max], [np.iinfo(dtype).min]):
             array = np.array(values, dtype)
@@ -150,7 +149,7 @@ def test_exports_of_parts_are_refused_where_not_declared(subject_once: Subject) 
     require(subject_once, "exports")
     pair = make(subject_once, GROUP, rows=[[5]])
     table, one = pair.table, subject_once.device_array([0], "int32")
-    positions = subject_once.device_array([[0]], "int32")
+    positions = subject_once.device_array(np.zeros((1, 1)), "int32")
     for rules, what, call in (
         ("R34", "first_tokens", lambda: table.export("csr", one, seq_lens=one, first_tokens=one)),
         ("R34", "max_batch", lambda: table.create_export("csr", capacity=4, max_batch=6)),

@@ -300,7 +300,7 @@ class PlainExportBackend(PlainBackend):
     """Its arrays are a device's, whose contents the core does not see: what a capacity cuts is left to the kernels."""
 
     name = "plain-exports"
-    capabilities = PlainBackend.capabilities | {"exports"}
+    capabilities = PlainBackend.capabilities | {"exports", "export_parts"}
     store_class: type[PlainStore] = ExportStore
 
     def from_host(self, array: Any, device: Any = None) -> Any:
