@@ -180,6 +180,7 @@ def expectation(torch: Any, config: BlockTableConfig, inputs: Inputs) -> list[tu
     idx = torch.cat((inputs.idx.long(), nobody))
     request = torch.searchsorted(inputs.starts[1:].contiguous(), token.int(), right=True)
     row_of_token = idx[request]
+    last_token = (inputs.starts[1:].long() - 1).clamp(min=0)
     column = torch.arange(inputs.tables.shape[2], device="cuda")
     share = config.context_parallel
     found = []
@@ -204,7 +205,10 @@ def expectation(torch: Any, config: BlockTableConfig, inputs: Inputs) -> list[tu
             local = turn // share.world_size * share.interleave_size + local % share.interleave_size
         held_by_token = held[request]
         if group.slot_mode == "ring":
-            local = local % (held_by_token * size).clamp(min=1)
+            turn_of_ring = held_by_token * size
+            # R14: the request's last token says what has been overwritten.
+            valid &= p > p[last_token[request.clamp(max=MAX_ROWS - 1)]] - turn_of_ring
+            local = local % turn_of_ring.clamp(min=1)
         place = local // size
         valid &= place < held_by_token
         block = inputs.tables[g][row_of_token, place.clamp(max=column.numel() - 1)]
@@ -323,7 +327,7 @@ def test_an_arena_beyond_32_bits(subject: Subject) -> None:
         )
     )
     step = table.step(idx, starts, positions, num_reqs_padded=2)
-    got = subject.to_host(step.slot_mappings[0])[:4].tolist()
+    got = subject.to_host(table.buffers.slot_mappings[0])[:4].tolist()
     check(got == [16 * (columns + 3) + 15, 16 * 4 + 5, 3 * 16 + 15, -1], "R12", f"slots of the last row are {got}.")
     batch = as_tensor(torch, step.block_tables[0])
     check(
