@@ -46,7 +46,7 @@ backends have besides, such as a fused step's, are not on it.
 
 | word | what it is in every language |
 | --- | --- |
-| `arena` | a table: filled counts `[num_groups, max_num_reqs]`, then rows `[max_num_reqs, width]` of each group |
+| `arena` | a table: filled counts `[num_groups, max_num_rows]`, then rows `[max_num_rows, width]` of each group |
 | `batch` | what a step shows, in the same layout: its counts say how many columns each batch row holds |
 | `groups` | the geometry of each group, one row of numbers each |
 | `slots` | `[num_groups, slots_stride]`, the slots of every token |
