@@ -63,7 +63,7 @@ class StepPlan:
         self.sizes = sizes
         self.seq_lens: SeqLens = seq_lens
         self.exports: tuple[PlannedExport, ...] = ()
-        self.held = batch_key(batch) if batch.wants_tables else None
+        self.held: tuple[Any, Any] | None = batch_key(batch) if batch.wants_tables else None
         lengths = seq_lens if isinstance(seq_lens, tuple) else (seq_lens,)
         inputs = (batch.idx_mapping, batch.query_start_loc, batch.positions, batch.num_computed_tokens, *lengths)
         given: list[Any] = [batch.idx_mapping, *(array for array in inputs[1:] if array is not None)]
@@ -73,7 +73,7 @@ class StepPlan:
         self.probes: list[Callable[[], int]] = []
         if self.is_reusable:
             self.probes = [probe for array in given for probe in (array.numel, array.data_ptr)]
-        self.expected = [*map(call, self.probes)]
+        self.expected: list[int] = [*map(call, self.probes)]
 
     def serves(
         self,

@@ -114,7 +114,7 @@ class NumpyRows:
         self.filled: IntArray = arena.view(self._mirror, -1)
         self.committed_filled: IntArray = self.filled.copy()
         # Room for a step that appends to every row: a count and a range of columns for each cell.
-        self.journal = self.journal_type(4 * arena.num_groups * arena.num_rows + 64)
+        self.journal: Journal = self.journal_type(4 * arena.num_groups * arena.num_rows + 64)
         self.columns_per_block: IntArray = _column([group.blocks_per_kv_block for group in groups])
         self._capacity = _column([config.capacity(group) for group in range(len(groups))])
         self._max_columns = self._capacity * self.columns_per_block

@@ -89,7 +89,7 @@ for info in bt.list_backends():
         assert not missing, f"{info.name} runs without {missing}"
 """
     )
-    assert printed.splitlines()[0] == "[83, -1]"
+    assert printed.splitlines()[0] == "[83]"
 
 
 # What `blocktable backends` says of each.

@@ -265,7 +265,7 @@ def test_any_history_of_the_suite_runs_again(host_path: str, tmp_path: Path, mon
 
 def test_every_observed_call_is_in_the_format() -> None:
     """But for exports, which change nothing, and the step with metadata, which is written as a step."""
-    assert set(OBSERVED_CALLS) - set(CALLS) == {"create_export", "export", "step_metadata"}
+    assert set(OBSERVED_CALLS) - set(CALLS) == {"create_export", "export", "map_positions", "step_metadata"}
     assert set(CALLS) - set(OBSERVED_CALLS) == {"raised", "digest", "end"}
 
 

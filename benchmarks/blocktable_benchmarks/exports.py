@@ -19,7 +19,7 @@ NUM_BLOCKS = 1 << 16
 """Of each group's cache: an inverse map has an entry for each of them, for each request."""
 
 KV = replace(bt.LAYOUTS["trtllm_gen_kv"], entry_scale=2, value_offset=1)
-STATES = replace(bt.LAYOUTS["speculative_state"], null=0, num_columns=4)
+STATES = replace(bt.LAYOUTS["speculative_state"], null=None, num_columns=4)
 
 COUNT_ARRAYS = ("counts", "indptr", "last_page_lens", "lengths")
 """Arrays of `ExportBuffers` that depend on counts alone."""

@@ -37,7 +37,7 @@ class EmulatedCapture:
 
     def __init__(self, origin: int) -> None:
         self.origin = origin
-        self.joined = {origin}
+        self.joined: set[int] = {origin}
         self.unjoined: set[int] = set()
         self.problem = ""
         self._work: list[Callable[[], None]] = []
@@ -142,7 +142,7 @@ class EmulatedDriver:
         if str(device) not in ("None", "cpu"):
             raise ArgumentError(f'The emulation runs on the host: device must be None or "cpu", got {device!r}.')
         self.is_mapped: bool = staging != "copy"
-        self.streams = EmulatedStreams()
+        self.streams: EmulatedStreams = EmulatedStreams()
 
     # Memory.
 
@@ -237,7 +237,8 @@ class EmulatedKernel:
     def __init__(
         self, driver: EmulatedDriver, name: str, tile: int, run: Callable[[Grid, Sequence[int]], None]
     ) -> None:
-        self.name, self.tile = name, tile
+        self.name: str = name
+        self.tile: int = tile
         self._streams, self._run = driver.streams, run
 
     def __call__(self, grid: Grid, arguments: Sequence[int], stream: int) -> None:

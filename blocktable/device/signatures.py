@@ -225,7 +225,7 @@ FEATURES = (
 )
 """All of `KernelOptions.features`, in an order that never changes."""
 
-FEATURES_OF = {
+FEATURES_OF: dict[str, tuple[str, ...]] = {
     "apply_changes": ("OVERLAPS",),
     "gather_block_tables": ("HAS_SHARDS", "HAS_WINDOWS"),
     "map_slots": ("HAS_SHARDS", "HAS_MODES", "HAS_NULL_PADS", "HAS_ODD_SIZES", "HAS_LARGE_POSITIONS"),

@@ -36,8 +36,8 @@ MUTANTS: dict[str, tuple[str, Patch]] = {}
 
 CASES = "test_cases and not partition"
 EXPORT_CASES = (
-    "(test_exports.py or test_export_parts.py) and not on_the_host_are and not equal and not any_history "
-    "and not long_rows"
+    "(test_exports.py or test_export_parts.py or test_export_host.py) "
+    "and not on_the_host_are and not equal and not any_history and not long_rows"
 )
 EXPORT_MUTANTS: set[str] = set()
 """Those that the cases of exports must catch."""
