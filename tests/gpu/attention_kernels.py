@@ -74,10 +74,13 @@ class Step:
 
     def tables(self, layout: str) -> list[torch.Tensor]:
         """Return each group's table in a layout that the batch table itself meets."""
-        return [
-            as_tensor(self.table.export(layout, self.inputs.idx_mapping, groups=group).entries[0])
-            for group in range(len(self.layers))
-        ]
+        inputs = self.inputs
+        batch = {"num_computed_tokens": inputs.num_computed_tokens}
+        self.table.gather(inputs.idx_mapping, inputs.num_reqs, **batch)  # what is handed out holds this batch
+        exports = (
+            self.table.export(layout, inputs.idx_mapping, groups=group, **batch) for group in range(len(self.layers))
+        )
+        return [as_tensor(export.entries[0]) for export in exports]
 
     def read(self) -> None:
         """Write the batch's tables and slots, and its keys and values to every layer's cache."""
