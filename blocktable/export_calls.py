@@ -227,7 +227,10 @@ class ExportCalls:
         check_first_tokens(self.config, found, chosen, batch)
         if num_tokens_padded is not None:
             non_negative("num_tokens_padded", num_tokens_padded)
-        return export_on_host(self.config, self._rows, found, chosen, batch, num_tokens_padded)
+        try:
+            return export_on_host(self.config, self._rows, found, chosen, batch, num_tokens_padded)
+        except MemoryError as error:
+            raise ArgumentError(f"{found.name!r} of this batch does not fit the host's memory: {error}") from error
 
     def map_positions(
         self, rows: Array, group: int, positions: Array, *, out: Array | None = None, stream: Any = None

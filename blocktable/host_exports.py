@@ -128,9 +128,9 @@ def export_on_host(
 ) -> Export:
     """Do what `BlockTable.export_host` says, for arguments that were checked."""
     check_groups_of(config, layout, groups)
-    capacity = None if batch.num_reqs_padded <= config.max_num_reqs else INT32_LIMIT - 1
-    is_bounded = capacity is None
-    most, _ = check_sizes(config, layout, groups, capacity if layout.kind in CSR_KINDS else None, None)
+    is_bounded = batch.num_reqs_padded <= config.max_num_reqs and most_entries(config, layout, groups) < INT32_LIMIT
+    is_unlike_a_set = layout.kind in CSR_KINDS and not is_bounded
+    most, _ = check_sizes(config, layout, groups, INT32_LIMIT - 1 if is_unlike_a_set else None, None)
     padded, kind = batch.num_reqs_padded, layout.kind
     fills = [fill_of(config, layout, group) for group in groups]
     if kind == "placeholder":

@@ -11,7 +11,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,53 @@ def test_a_table_records_itself(tmp_path: Path) -> None:
     result, lane = play(path)
     assert (result.num_mismatches, lane.findings.shown) == (0, [])
     assert result.source["digests"] > 5
+
+
+INT32_0, STARTS, POSITIONS = np.zeros(1, np.int32), np.array([0, 1], np.int32), np.zeros(1, np.int64)
+
+
+def map_into(out: Any) -> Callable[[bt.BlockTable], object]:
+    """Return a call that writes its slots there."""
+    return lambda table: table.compute_slot_mappings(INT32_0, STARTS, POSITIONS, out=out)
+
+
+REFUSED: dict[str, Callable[[bt.BlockTable], object]] = {
+    **{f"out {out!r}": map_into(out) for out in ([None, None], [1, 1], "ab", b"ab", {}, 5, [np.array(3), np.array(3)])},
+    "another table's set": lambda table: table.step(
+        INT32_0, STARTS, POSITIONS, out=bt.BlockTable(CONFIG, "numpy").create_buffers()
+    ),
+    "a strided array": lambda table: table.gather(np.zeros(4, np.int32)[::2]),
+    "a list": lambda table: table.step(INT32_0, STARTS, [0]),
+    "a memoryview": lambda table: table.step(INT32_0, STARTS, memoryview(b"ab")),
+    "an int above 64 bits in a list": lambda table: table.clear_rows([2**70]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_call_is_refused_as_without_a_recording(name: str, tmp_path: Path) -> None:
+    """Whatever the format cannot hold: the table's own error, and a file that replays."""
+    with pytest.raises(bt.BlockTableError) as plain:
+        REFUSED[name](bt.BlockTable(CONFIG, "numpy"))
+    path, table = tmp_path / "run.btrace", bt.BlockTable(CONFIG, "numpy")
+    with table.record(path):
+        with pytest.raises(bt.BlockTableError) as recorded:
+            REFUSED[name](table)
+        table.step(INT32_0, STARTS, POSITIONS)
+    assert (type(recorded.value), str(recorded.value)) == (type(plain.value), str(plain.value))
+    result, lane = play(path)
+    assert (result.num_mismatches, lane.findings.shown) == (0, [])
+
+
+def test_a_count_above_64_bits_replays(tmp_path: Path) -> None:
+    path, table, most = tmp_path / "run.btrace", bt.BlockTable(CONFIG, "numpy"), np.array([2**64 - 1] * 2, np.uint64)
+    with table.record(path):
+        table.append_row(0, ([1, 2, 3], [4]))
+        table.truncate_row(0, most)
+        table.truncate_rows([0, 1], most)
+        table.step(INT32_0, STARTS, POSITIONS)
+    result, lane = play(path)
+    assert (result.num_mismatches, lane.findings.shown) == (0, [])
+    assert table.block_ids(0, 0).tolist() == [1, 2, 3]
 
 
 @CONFIGS

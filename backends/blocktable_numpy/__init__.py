@@ -35,8 +35,8 @@ class NumpyBackend:
     def from_host(self, array: np.ndarray[Any, Any], device: Any = None) -> np.ndarray[Any, Any]:
         return array.copy()
 
-    def to_host(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return array.copy()
+    def to_host(self, array: Any) -> np.ndarray[Any, Any]:
+        return np.array(array)
 
     def synchronize(self, device: Any = None) -> None:
         """Everything is done when a call returns."""

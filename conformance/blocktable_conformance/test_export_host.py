@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktable import ArgumentError, BlockTableConfig, BlockTableError, Export, Layout
+from blocktable import ArgumentError, BlockTableConfig, BlockTableError, Export, KVCacheGroup, Layout
 from blocktable.exports import RING_AND_REQUEST_KINDS
 from blocktable_conformance.asserts import check, check_values, must_raise
+from blocktable_conformance.cases import make
 from blocktable_conformance.exports import ARRAYS, RULES, ExportPair
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.strategies import batches, configs
@@ -137,3 +138,17 @@ def test_the_host_sees_pending_changes(subject_once: Subject) -> None:
     array = subject_once.device_array
     device = pair.table.export("csr", array([1, 0, 2], "int32"), seq_lens=array([6, 12, 8], "int32"), num_reqs_padded=4)
     check_host_twin(pair, device, result)
+
+
+def test_a_set_that_could_not_be_so_long(subject_once: Subject) -> None:
+    """Where a set would need 2**31 entries the host's export is as long as it is used; groups are refused as anywhere.
+
+    Rules: R25, R37.
+    """
+    pair = make(subject_once, KVCacheGroup(block_size=2**20, num_blocks=2047), width=1024, rows=[[5, 6]])
+    row, lens = np.zeros(1, np.int32), np.full(1, 3, np.int32)
+    result = pair.table.export_host("token_csr", row, seq_lens=lens)
+    check_values(result.entries[0], [5 * 2**20 + token for token in range(3)], "R37", "the tokens")
+    for groups in (np.array(0), np.array([[0]]), np.array([0.0])):
+        with must_raise(BlockTableError, "R25", f"groups {groups!r}"):
+            pair.table.export_host("csr", row, seq_lens=lens, groups=groups)

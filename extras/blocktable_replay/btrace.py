@@ -178,7 +178,7 @@ def _put_sequence(buffer: bytearray, values: Sequence[Any]) -> None:
 
 
 def _put_foreign(buffer: bytearray, value: Any) -> None:
-    text = f"{type(value).__name__} {value!r}"[:200].encode()
+    text = (value.text if isinstance(value, Foreign) else f"{type(value).__name__} {value!r}")[:200].encode()
     buffer += _COUNT.pack(_FOREIGN, len(text))
     buffer += text
 

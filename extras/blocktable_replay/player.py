@@ -114,7 +114,7 @@ class Player:
 
     def _play(self, call: Call) -> None:
         self._calls[call.name] += 1
-        if any(isinstance(value, Foreign) for value in call.values):
+        if _is_foreign(call.values):
             self._num_foreign += 1
             self._calls[call.name] -= 1
         elif call.raised is not None:
@@ -204,6 +204,13 @@ class Player:
         series.blocks_used.append(sum(int(np.count_nonzero(counts)) for counts in holders))
         series.blocks_shared.append(sum(int(np.count_nonzero(counts > 1)) for counts in holders))
         series.full_copy_bytes.append(num_reqs * sum(self._widths) * 4)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Say whether an argument, or anything in it, could not be held."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_foreign, value))
+    return isinstance(value, Foreign)
 
 
 def _target(call: Call) -> Target:

@@ -19,7 +19,15 @@ from typing import IO, Any, Self
 import numpy as np
 
 from blocktable import ArgumentError, BlockTable, IntArray, Observation, Step, StepBuffers
-from blocktable_replay.btrace import ROW_CALLS, RecordingError, config_as_data, put_frame, write_chunk, write_head
+from blocktable_replay.btrace import (
+    ROW_CALLS,
+    Foreign,
+    RecordingError,
+    config_as_data,
+    put_frame,
+    write_chunk,
+    write_head,
+)
 from blocktable_replay.digest import output_digest
 
 CHUNK_BYTES = 1 << 16
@@ -32,6 +40,7 @@ _ROW_CALLS = frozenset(ROW_CALLS)
 _NO_ARGUMENTS = ("commit", "invalidate")
 _OUTPUTS = ("gather", "compute_slot_mappings", "step")
 _STEP = tuple(name for name in inspect.signature(BlockTable.step).parameters if name != "self")
+_ARRAYS = ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens")
 _ON_HOST = (np.ndarray, np.generic, int, type(None))
 
 _recorded: weakref.WeakSet[BlockTable] = weakref.WeakSet()
@@ -207,21 +216,36 @@ class Recorder:
     # Arguments, as the format holds them.
 
     def _as_written(self, arguments: Mapping[str, Any]) -> list[Any]:
-        *inputs, out, _ = arguments.values()  # the last is the stream, which is not written
-        return [*map(self._host, inputs), self._set_number(out)]
+        inputs = {name: value for name, value in arguments.items() if name not in ("out", "stream")}
+        values = (self._array(value) if name in _ARRAYS else self._host(value) for name, value in inputs.items())
+        return [*values, self._set_number(arguments["out"])]
+
+    def _array(self, value: Any) -> Any:
+        """Return an argument that must be an array, on the host; what the call will refuse for its form is foreign."""
+        found = self._host(value)
+        is_array = isinstance(found, np.ndarray) and found.flags.c_contiguous
+        return found if found is None or is_array else Foreign(f"{type(value).__name__} {value!r}")
 
     def _host(self, value: Any) -> Any:
         """Return a device array on the host; anything else stays what it is, and the call will refuse what is wrong."""
-        return value if isinstance(value, _ON_HOST) or not hasattr(value, "shape") else self._to_host(value)
+        if isinstance(value, _ON_HOST) or not hasattr(value, "shape"):
+            return value
+        try:
+            return self._to_host(value)
+        except Exception:  # a backend's own, of what is no array of its device: the call says so
+            return Foreign(f"{type(value).__name__} {value!r}")
 
-    def _set_number(self, out: Any) -> int | list[int]:
+    def _set_number(self, out: Any) -> int | list[int] | Foreign:
         """Return which set of buffers is meant: its number, or the lengths of the caller's own arrays."""
         if out is None:
             return 0
         for number, buffers in enumerate(self._sets):
             if buffers() is out:
                 return number
-        return [int(array.shape[0]) for array in out] if isinstance(out, Sequence) else -1
+        shapes: list[Any] = [getattr(array, "shape", ()) for array in out] if isinstance(out, list | tuple) else [()]
+        if any(len(shape) != 1 for shape in shapes):
+            return Foreign(f"{type(out).__name__} {out!r}")
+        return [int(shape[0]) for shape in shapes]
 
     # Writing.
 

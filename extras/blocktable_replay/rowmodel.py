@@ -95,7 +95,7 @@ class RowModel:
         self._changed[where] = True
 
     def _truncate_row(self, row: int, num_blocks: Any) -> None:
-        kept = np.broadcast_to(np.asarray(num_blocks, np.int64), (self._num_groups,))
+        kept = np.broadcast_to(_bounded(num_blocks), (self._num_groups,))
         self._truncate_rows([row], kept[:, None])
 
     def _null_ranges(self, rows: Any, group: int, starts: Any, stops: Any) -> None:
@@ -164,7 +164,15 @@ class RowModel:
 
     def _sizes(self, counts: Any, num_rows: int) -> IntArray:
         """[num_groups, num_rows] int64, from counts for all groups or for each."""
-        return np.broadcast_to(np.asarray(counts, np.int64), (self._num_groups, num_rows))
+        return np.broadcast_to(_bounded(counts), (self._num_groups, num_rows))
+
+
+def _bounded(counts: Any) -> IntArray:
+    """Return counts as int64; those of uint64 above what int64 holds keep everything just as well as its largest."""
+    array = np.asarray(counts)
+    if array.dtype == np.uint64:
+        array = np.minimum(array, np.iinfo(np.int64).max)
+    return array.astype(np.int64)
 
 
 def _one_group(ids: Any) -> IntArray:
