@@ -286,8 +286,9 @@ def map_into(out: Any) -> Callable[[bt.BlockTable], object]:
     return lambda table: table.compute_slot_mappings(INT32_0, STARTS, POSITIONS, out=out)
 
 
+WRONG_OUTS: tuple[Any, ...] = ([None, None], [1, 1], "ab", b"ab", {}, 5, [np.array(3), np.array(3)])
 REFUSED: dict[str, Callable[[bt.BlockTable], object]] = {
-    **{f"out {out!r}": map_into(out) for out in ([None, None], [1, 1], "ab", b"ab", {}, 5, [np.array(3), np.array(3)])},
+    **{f"out {out!r}": map_into(out) for out in WRONG_OUTS},
     "another table's set": lambda table: table.step(
         INT32_0, STARTS, POSITIONS, out=bt.BlockTable(CONFIG, "numpy").create_buffers()
     ),

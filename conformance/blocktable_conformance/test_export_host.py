@@ -149,6 +149,7 @@ def test_a_set_that_could_not_be_so_long(subject_once: Subject) -> None:
     row, lens = np.zeros(1, np.int32), np.full(1, 3, np.int32)
     result = pair.table.export_host("token_csr", row, seq_lens=lens)
     check_values(result.entries[0], [5 * 2**20 + token for token in range(3)], "R37", "the tokens")
-    for groups in (np.array(0), np.array([[0]]), np.array([0.0])):
+    wrong: tuple[Any, ...] = (np.array(0), np.array([[0]]), np.array([0.0]))
+    for groups in wrong:
         with must_raise(BlockTableError, "R25", f"groups {groups!r}"):
             pair.table.export_host("csr", row, seq_lens=lens, groups=groups)
