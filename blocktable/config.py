@@ -172,11 +172,6 @@ class KVCacheGroup:
         return self.slot_mode == "linear" if self.sharded is None else self.sharded
 
     @property
-    def takes_null(self) -> bool:
-        """Whether the engine may hand in the null block (R7)."""
-        return self.allow_null
-
-    @property
     def filler(self) -> int:
         """What a table entry without a block holds: the null block's first kernel block, or -1 (R5)."""
         return self.null_block_id * self.blocks_per_kv_block if self.null_block_id >= 0 else NO_NULL_BLOCK

@@ -264,12 +264,11 @@ class DeviceStore:
             group == chosen[0] + i and start == starts[0] + i * distance and length == lengths[0]
             for i, (group, start, length) in enumerate(zip(chosen, starts, lengths, strict=True))
         )
-        runs = [
-            (range(group, group + 1), start, 0, length)
-            for group, start, length in zip(chosen, starts, lengths, strict=True)
-        ]
         if is_regular:
             runs = [(range(chosen[0], chosen[0] + len(chosen)), starts[0], stride, lengths[0])]
+        else:
+            each = zip(chosen, starts, lengths, strict=True)
+            runs = [(range(group, group + 1), start, 0, length) for group, start, length in each]
         with driver.current():
             native, is_capturing = self._order.enter(stream)
             inputs, staged = self._place(batch, native, is_capturing=is_capturing)
