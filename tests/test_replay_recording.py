@@ -314,6 +314,26 @@ def test_a_refused_call_is_refused_as_without_a_recording(name: str, tmp_path: P
     assert (result.num_mismatches, lane.findings.shown) == (0, [])
 
 
+class HostTensor:
+    """A host array of another library: DLPack and the array interface, and none of numpy's methods."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.shape, self.dtype = array.shape, array.dtype
+        self.__array_interface__ = array.__array_interface__
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
+def test_host_arrays_of_other_libraries_are_recorded(tmp_path: Path) -> None:
+    path, table = tmp_path / "run.btrace", bt.BlockTable(CONFIG, "numpy")
+    table.append_row(0, ([5], [4]))
+    inputs: list[Any] = [HostTensor(array) for array in (INT32_0, STARTS, POSITIONS)]
+    with table.record(path, digests=True):
+        step = table.step(*inputs)
+    result, lane = play(path)
+    assert (result.num_mismatches, lane.findings.shown) == (0, [])
+    assert (result.source["digests"], step.slot_mappings[0].tolist()) == (1, [20])
+
+
 def test_a_count_above_64_bits_replays(tmp_path: Path) -> None:
     path, table, most = tmp_path / "run.btrace", bt.BlockTable(CONFIG, "numpy"), np.array([2**64 - 1] * 2, np.uint64)
     with table.record(path):
