@@ -490,7 +490,7 @@ class BlockTableConfig:
         fillers = tuple(group.filler for group in self.groups)
         return Arena(end, len(self.groups), num_rows, tuple(offsets), widths, fillers)
 
-    def group_fields(self, *, is_named: bool = False) -> np.ndarray[Any, Any]:
+    def group_fields(self, *, is_named: bool = False, has_ring_windows: bool = False) -> np.ndarray[Any, Any]:
         """Return `[num_groups, len(GROUP_FIELDS)]` int64: the geometry as kernels read it, one row a group.
 
         slot_mode counts "linear", "ring", "none" from 0: a "cross" group is "none" in a step and "linear" where a call
@@ -502,6 +502,7 @@ class BlockTableConfig:
 
         Args:
             is_named: for the calls that name the groups whose slots they want.
+            has_ring_windows: for exports that show the true positions of a ring: its window is cut out as well (R35).
         """
         modes = {"linear": 0, "ring": 1, "none": 2, "cross": 0 if is_named else 2}
         shard, alone = self.context_parallel, ContextParallel()
@@ -516,7 +517,7 @@ class BlockTableConfig:
                     group.blocks_per_kv_block,
                     modes[group.slot_mode],
                     group.null_is_pad or group.null_block_id < 0,
-                    group.cut_window or 0,
+                    (group.sliding_window if has_ring_windows else group.cut_window) or 0,
                     share.world_size,
                     share.rank,
                     share.interleave_size,

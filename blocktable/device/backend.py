@@ -61,7 +61,7 @@ class DeviceBackend:
         """What it can do beyond the protocol."""
         declared = {"int32_slots", "streams", "graph_capture"}
         if self.has_exports:
-            declared.add("exports")
+            declared |= {"exports", "export_parts"}
         if self.is_emulated or self.graph_problem() is None:
             declared.add("fused_step")
         return frozenset(declared)

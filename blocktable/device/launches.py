@@ -26,8 +26,15 @@ MAX_COPY_PARTS = 16
 MAX_WRITE_BLOCKS = 1 << 15
 MAX_SLOT_BLOCKS = 1 << 22
 
-COUNT_UNITS = {"table": 0, "kv_offsets": 0, "lengths": 0, "csr": 1, "inverse_map": 1, "token_csr": 2}
-"""Layout kind -> what is an entry: a column, a kernel block that holds tokens, or a token."""
+COUNT_UNITS = {
+    **{"table": 0, "kv_offsets": 0, "lengths": 0},
+    **{"csr": 1, "block_requests": 1, "inverse_map": 1, "token_csr": 2, "ring": 3},
+}
+"""Layout kind -> what is counted: columns, kernel blocks that hold tokens, tokens, or such blocks of a ring."""
+INDEX_UNITS = {"csr": 1, "token_csr": 2, "block_requests": 4}
+"""Layout kind -> what is written: kernel blocks, slots, or the requests of kernel blocks."""
+TABLE_FORMS = {"table": 0, "kv_offsets": 1, "ring": 2}
+"""Layout kind -> a row of entries; one of K offsets and one of V offsets; a row of a ring."""
 STATE_COLUMNS = {"first": 0, "last": 1, "aligned": 2}
 
 
@@ -39,6 +46,21 @@ class Inputs(NamedTuple):
     query_start_loc: int
     num_computed_tokens: int
     seq_lens: int
+    first_tokens: int
+
+
+class Blank(NamedTuple):
+    """Memory for what an export's batch has not, as addresses, and the arrays that own it.
+
+    Attributes:
+        zeros: of lengths and first tokens that were not given.
+        unwanted: where lengths go that an export does not keep.
+        owners: the arrays.
+    """
+
+    zeros: int
+    unwanted: int
+    owners: tuple[Any, ...]
 
 
 class ApplyMemory(NamedTuple):
@@ -81,11 +103,14 @@ class Launches:
         has_cross = any(group.slot_mode == "cross" for group in config.groups)
         named = config.group_fields(is_named=True).reshape(-1)
         self._named_groups = driver.upload(named) if has_cross else self._groups
-        self._identity = driver.upload(np.arange(config.max_num_reqs, dtype=np.int32))
-        self._zeros = driver.full(config.max_num_reqs, 0, "int32")
-        self._unwanted = driver.full(config.max_num_reqs, 0, "int32")  # where lengths go that an export does not have
+        has_ring_windows = any(group.slot_mode == "ring" and group.sliding_window for group in config.groups)
+        rings = config.group_fields(has_ring_windows=True).reshape(-1)
+        self._ring_groups = driver.upload(rings) if has_ring_windows else self._groups
+        self._identity = driver.upload(np.arange(max(config.max_num_reqs, config.num_rows), dtype=np.int32))
         self._groups_address, self._arena_address = driver.address(self._groups), driver.address(arena)
-        self._absent = Inputs(0, driver.address(self._identity), 0, *2 * (driver.address(self._zeros),))
+        self._blanks: dict[int, Blank] = {}
+        zeros = self._blank(config.max_num_reqs).zeros
+        self._absent = Inputs(0, driver.address(self._identity), 0, *3 * (zeros,))
         self.has_step_batch: bool = "step_batch" in driver.variants
         self.num_slots: int = config.max_num_batched_tokens
         self._may_be_long = self.is_long(config.max_num_batched_tokens * len(config.groups))
@@ -122,6 +147,13 @@ class Launches:
     def inputs(self, addresses: dict[str, int]) -> Inputs:
         """Return addresses for what was given, and for what was not."""
         return self._absent._replace(**addresses)
+
+    def _blank(self, max_batch: int) -> Blank:
+        """Return the memory for what a batch of up to so many requests has not, made at the first call."""
+        if max_batch not in self._blanks:
+            arrays = tuple(self._driver.full(max_batch, 0, "int32") for _ in range(2))
+            self._blanks[max_batch] = Blank(*map(self._driver.address, arrays), arrays)
+        return self._blanks[max_batch]
 
     # The four plain kernels.
 
@@ -225,33 +257,40 @@ class Launches:
 
     def export(self, layout: Layout, inputs: Inputs, batch: Batch, out: ExportBuffers) -> list[Launch]:
         """Return what writes a batch in a layout."""
-        address, kind = self._driver.address, layout.kind
+        kind, config, blank = layout.kind, self._config, self._blank(out.max_batch)
         members, counts, entries, indptr, last_page_lens, lengths, mapped, num_cut = (
-            0 if array is None else address(array)
+            blank.unwanted if array is None else self._driver.address(array)
             for array in (
                 *(out.members, out.counts, out.entries, out.indptr),
                 *(out.last_page_lens, out.lengths, out.mapped, out.num_cut),
             )
         )
+        num_members = len(out.groups)
+        if kind == "token_requests":
+            sizes = (batch.num_reqs, out.max_batch, config.num_rows, num_members, out.capacity)
+            arguments = (inputs.idx_mapping, inputs.query_start_loc, *sizes, indptr, entries)
+            return [self.launch("map_requests", arguments)]
+        given = zip(inputs[-3:], (batch.num_computed_tokens, batch.seq_lens, batch.first_tokens), strict=True)
         source = (
-            *(inputs.idx_mapping, inputs.num_computed_tokens, inputs.seq_lens, batch.num_reqs),
-            *(self._config.max_num_reqs, self._config.num_rows, self._groups_address, members, len(out.groups)),
-            self._arena_address,
+            *(inputs.idx_mapping, *(blank.zeros if array is None else address for address, array in given)),
+            *(batch.num_reqs, out.max_batch, config.num_rows),
+            self._driver.address(self._ring_groups if kind == "ring" else self._groups),
+            *(members, num_members, self._arena_address),
         )
         null = 0 if layout.null is None else layout.null
         if kind == "state":
             columns = (STATE_COLUMNS[layout.state_columns], layout.num_columns, null, entries)
             return [self.launch("gather_state_indices", (*source, *columns), layout.dtype)]
-        unit, lengths = COUNT_UNITS[kind], lengths or address(self._unwanted)
-        launches = [self.launch("count_entries", (*source, out.width, unit, counts, lengths))]
-        if kind in ("table", "kv_offsets"):
-            values = (null, layout.entry_scale, int(kind == "kv_offsets"), layout.value_offset, entries)
+        unit = COUNT_UNITS[kind]
+        launches = [self.launch("count_entries", (*source, out.width, unit, counts, lengths, num_cut))]
+        if kind in TABLE_FORMS:
+            values = (null, layout.entry_scale, TABLE_FORMS[kind], layout.value_offset, entries)
             launches.append(self.launch("write_table", (*source, out.width, counts, *values), layout.dtype))
-        elif kind in ("csr", "token_csr"):
-            sizes = (unit, out.capacity)
+        elif kind in INDEX_UNITS:
+            sizes = (unit, out.capacity, lengths, counts, indptr, last_page_lens, num_cut)
             launches += [
-                self.launch("start_requests", (*source, *sizes, lengths, counts, indptr, last_page_lens, num_cut)),
-                self.launch("write_indices", (*source, *sizes, counts, indptr, entries)),
+                self.launch("start_requests", (*source, *sizes)),
+                self.launch("write_indices", (*source, INDEX_UNITS[kind], out.capacity, counts, indptr, entries)),
             ]
         elif kind == "inverse_map":
             sizes = (out.width, out.num_kernel_blocks)
@@ -260,6 +299,24 @@ class Launches:
                 self.launch("write_inverse_map", (*source, *sizes, counts, mapped, entries)),
             ]
         return launches
+
+    def map_positions(self, addresses: dict[str, int], group: int, shape: Sequence[int], dtype: str) -> Launch:
+        """Return what writes the slots of any positions.
+
+        Args:
+            addresses: of "rows", "positions" and "out".
+            group: the group.
+            shape: of positions and slots.
+            dtype: of slots.
+        """
+        fields = self._driver.address(self._named_groups)
+        given = addresses["rows"], addresses["positions"], *shape
+        arguments = (*given, self._config.num_rows, fields, group, self._arena_address, addresses["out"])
+        return self.launch("map_positions", arguments, dtype)
+
+    def is_made(self, name: str, dtype: str) -> bool:
+        """Say whether a kernel is made already, so that a launch compiles and loads nothing."""
+        return (name, dtype) in self._kernels
 
 
 def run(launches: Sequence[Launch], stream: int) -> None:

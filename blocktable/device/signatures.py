@@ -12,9 +12,15 @@ token has no slot its `pad_slot_id`. An entry is missing where uint32(entry - nu
 token is PAD where null_is_pad is set. In a ring of n columns a token is PAD as well where max(p_last, 0) - position is
 at least n * tokens_per_column, p_last the position of its request's last token in this call: one more load.
 
-No argument is ever missing: the identity is a mapping of its own, and zeros stand for lengths that were not given. The
-argument `null` of exports is -1, or 0 where the layout has none: then a missing entry, and a place without one, hold
-max(filler, 0), as `ExportBuffers.fills` says.
+No argument is ever missing: the identity is a mapping of its own, and zeros stand for lengths and first tokens that
+were not given. The argument `null` of exports is -1, or 0 where the layout has none: then a missing entry, and a place
+without one, hold max(filler, 0), as `ExportBuffers.fills` says.
+
+An export's batch row i is the part of a row from token max(first_tokens[i], 0) on (R34). With `part`, that token's
+local_lengths // tokens_per_column, it has max(local_lengths(seq_lens[i]) - part * tokens_per_column, 0) tokens, and its
+place j is column part + j of the row. The columns of a window, and those that an inverse map tells, count from the
+row's start. In a ring (R35) column c of true positions is the ring's column c % filled; it is missing below
+max(local_lengths(seq_lens[i]) - filled * tokens_per_column, 0) // tokens_per_column, and below the window.
 """
 
 from __future__ import annotations
@@ -91,9 +97,9 @@ _APPLY_TAIL = """int32* arena, int32 num_groups, int32 max_num_reqs, int64 batch
     int32 copy_parts, int64 mark, int64* last_mark"""
 _BATCH_TAIL = """int32 num_reqs, int32 num_reqs_padded, int32 max_num_reqs, int32 max_num_rows, int64* groups,
     int32 num_groups, int32* arena, int64 batch_entries, int32* batch"""
-_SOURCE = """int32* idx_mapping, int32* num_computed_tokens, int32* seq_lens, int32 num_reqs, int32 max_num_reqs,
-    int32 max_num_rows, int64* groups, int32* members, int32 num_members, int32* arena"""
-_BY_MEMBER_ROW = {"entries": ("max_num_reqs",), "groups": "num_members", "is_by_row": True}
+_SOURCE = """int32* idx_mapping, int32* num_computed_tokens, int32* seq_lens, int32* first_tokens, int32 num_reqs,
+    int32 max_batch, int32 max_num_rows, int64* groups, int32* members, int32 num_members, int32* arena"""
+_BY_MEMBER_ROW = {"entries": ("max_batch",), "groups": "num_members", "is_by_row": True}
 
 PLAIN_KERNELS = (
     Signature(
@@ -142,14 +148,14 @@ FUSED_KERNELS = (
 EXPORT_KERNELS = (
     Signature(
         "count_entries",
-        f"{_SOURCE}, int32 width, int32 unit, int32* counts, int32* lengths",
-        entries=("max_num_reqs",),
+        f"{_SOURCE}, int32 width, int32 unit, int32* counts, int32* lengths, int32* num_cut",
+        entries=("max_batch",),
     ),
     Signature(
         "start_requests",
         f"{_SOURCE}, int32 unit, int32 capacity, int32* lengths, int32* counts, int32* indptr, int32* last_page_lens, "
         "int32* num_cut",
-        entries=("max_num_reqs",),
+        entries=("max_batch",),
     ),
     Signature(
         "write_indices",
@@ -160,7 +166,7 @@ EXPORT_KERNELS = (
     ),
     Signature(
         "write_table",
-        f"{_SOURCE}, int32 width, int32* counts, int64 null, int64 entry_scale, int32 has_values, int64 value_offset, "
+        f"{_SOURCE}, int32 width, int32* counts, int64 null, int64 entry_scale, int32 form, int64 value_offset, "
         "slot* entries",
         **_BY_MEMBER_ROW,  # type: ignore[arg-type]
     ),
@@ -177,8 +183,21 @@ EXPORT_KERNELS = (
     Signature(
         "gather_state_indices",
         f"{_SOURCE}, int32 state_columns, int32 num_columns, int64 null, slot* entries",
-        entries=("max_num_reqs", "num_columns"),
+        entries=("max_batch", "num_columns"),
         groups="num_members",
+    ),
+    Signature(
+        "map_requests",
+        """int32* idx_mapping, int32* query_start_loc, int32 num_reqs, int32 max_batch, int32 max_num_rows,
+        int32 num_members, int32 capacity, int32* indptr, int32* entries""",
+        entries=("capacity",),
+        groups="num_members",
+    ),
+    Signature(
+        "map_positions",
+        """int32* rows, int32* positions, int32 num_tokens, int32 num_positions, int32 max_num_rows, int64* groups,
+        int32 group, int32* arena, slot* slots""",
+        entries=("num_tokens", "num_positions"),
     ),
 )
 """What a backend with the capability "exports" has."""

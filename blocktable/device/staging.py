@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -15,12 +15,12 @@ from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.emulation import DeviceArray
 from blocktable.device.ordering import StreamOrder
 from blocktable.errors import ConfigError
-from blocktable.protocols import CHANGES_HEADER, Batch, IntArray
+from blocktable.protocols import CHANGES_HEADER, Array, Batch, IntArray
 
 STAGING_VARIABLE = "BLOCKTABLE_STAGING"
 STAGING_MODES = ("auto", "params", "mapped", "copy")
 
-INPUTS = ("positions", "idx_mapping", "query_start_loc", "num_computed_tokens", "seq_lens")
+INPUTS = ("positions", "idx_mapping", "query_start_loc", "num_computed_tokens", "seq_lens", "first_tokens")
 """The arrays of a batch; first the one of 8-byte entries."""
 
 
@@ -125,35 +125,32 @@ def is_host_array(array: Any) -> bool:
     return isinstance(array, np.ndarray) and not isinstance(array, DeviceArray)
 
 
-def has_host_arrays(batch: Batch) -> bool:
-    """Say whether any input of a batch must be staged."""
-    return any(is_host_array(getattr(batch, name)) for name in INPUTS)
+def inputs_of(batch: Batch) -> dict[str, Array]:
+    """Return the arrays of a batch that are given."""
+    named = ((name, getattr(batch, name)) for name in INPUTS)
+    return {name: array for name, array in named if array is not None}
 
 
-def staged_entries(batch: Batch) -> int:
-    """Return the int32 entries that the host arrays of a batch take."""
-    arrays = (getattr(batch, name) for name in INPUTS)
-    return sum(array.nbytes // 4 for array in arrays if is_host_array(array))
+def staged_entries(arrays: Mapping[str, Array]) -> int:
+    """Return the int32 entries that those of some arrays take which lie in the host's memory."""
+    return sum(array.nbytes // 4 for array in arrays.values() if is_host_array(array))
 
 
-def place_inputs(batch: Batch, driver: Driver, block: HostBlock | None) -> tuple[dict[str, int], int]:
-    """Return the address of each input that is given, and how many entries of the block are used.
+def place_inputs(arrays: Mapping[str, Array], driver: Driver, block: HostBlock | None) -> tuple[dict[str, int], int]:
+    """Return the address of each array, and how many entries of the block are used.
 
     Args:
-        batch: the inputs.
+        arrays: those of 8-byte entries first.
         driver: the device.
         block: where host arrays go. None: there are none.
     """
     addresses: dict[str, int] = {}
     used = 0
-    for name in INPUTS:
-        array = getattr(batch, name)
-        if array is None:
-            continue
+    for name, array in arrays.items():
         if block is None or not is_host_array(array):
             addresses[name] = driver.address(array)
             continue
-        entries = array.view(np.int32)
+        entries = array.reshape(-1).view(np.int32)
         block.host[used : used + entries.size] = entries
         addresses[name] = block.address + 4 * used
         used += entries.size

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
 import numpy as np
 
+from blocktable.checks import array_spec
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.fused import FusedStep
-from blocktable.device.launches import Inputs, Launches, run
+from blocktable.device.launches import Launches, run
 from blocktable.device.ordering import StreamOrder, refuse_capture
 from blocktable.device.signatures import INT32_MAX
 from blocktable.device.staging import (
     StagingRing,
     StepMarks,
-    has_host_arrays,
+    inputs_of,
+    is_host_array,
     place_inputs,
     staged_entries,
     staging_mode,
     steady_entries,
 )
+from blocktable.errors import BlockTableError
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Batch, ExportBuffers, IntArray, StepBuffers, Writes
 
@@ -223,15 +226,16 @@ class DeviceStore:
                 return
         staged = None
         if batch is not fused.batch:
-            inputs, staged = self._place(batch, native, is_capturing=False)
-            fused.set_batch(batch, inputs, keep=staged is None)
+            addresses, staged = self._place(inputs_of(batch), native, is_capturing=False)
+            fused.set_batch(batch, self._launches.inputs(addresses), keep=staged is None)
         fused.run(block, used, native)
         if staged is not None:
             self._release(staged, native)
 
     def _plain_step(self, batch: Batch, out: DeviceBuffers, stream: int) -> None:
-        inputs, staged = self._place(batch, stream, is_capturing=True)
+        addresses, staged = self._place(inputs_of(batch), stream, is_capturing=True)
         assert staged is None
+        inputs = self._launches.inputs(addresses)
         if batch.wants_tables:
             run(self._launches.gather(inputs, batch, self.driver.address(out.batch)), stream)
         num_slots, groups = self.config.max_num_batched_tokens, self._launches.all_groups
@@ -243,7 +247,8 @@ class DeviceStore:
         assert isinstance(out, DeviceBuffers)
         with self.driver.current():
             native, is_capturing = self._order.enter(stream)
-            inputs, staged = self._place(batch, native, is_capturing=is_capturing)
+            addresses, staged = self._place(inputs_of(batch), native, is_capturing=is_capturing)
+            inputs = self._launches.inputs(addresses)
             run(self._launches.gather(inputs, batch, self.driver.address(out.batch)), native)
             self._release(staged, native)
 
@@ -271,7 +276,8 @@ class DeviceStore:
             runs = [(range(group, group + 1), start, 0, length) for group, start, length in each]
         with driver.current():
             native, is_capturing = self._order.enter(stream)
-            inputs, staged = self._place(batch, native, is_capturing=is_capturing)
+            addresses, staged = self._place(inputs_of(batch), native, is_capturing=is_capturing)
+            inputs = self._launches.inputs(addresses)
             for numbers, *slots in runs:
                 run(self._launches.map_slots(inputs, batch, *slots, groups=numbers, is_named=is_named), native)
             self._release(staged, native)
@@ -282,8 +288,28 @@ class DeviceStore:
         """Write a batch in a layout (R25-R31)."""
         with self.driver.current():
             native, is_capturing = self._order.enter(stream)
-            inputs, staged = self._place(batch, native, is_capturing=is_capturing)
+            addresses, staged = self._place(inputs_of(batch), native, is_capturing=is_capturing)
+            inputs = self._launches.inputs(addresses)
             run(self._launches.export(layout, inputs, batch, out), native)
+            self._release(staged, native)
+
+    def map_positions(self, rows: Array, group: int, positions: Array, out: Array, *, stream: int | None) -> None:
+        """Write the slot of each position of each token's row (R36).
+
+        Raises:
+            BlockTableError: the stream is capturing, and the kernel has never been launched.
+        """
+        spec = array_spec("out", out)
+        with self.driver.current():
+            native, is_capturing = self._order.enter(stream)
+            if is_capturing and not self._launches.is_made("map_positions", spec.dtype):
+                raise BlockTableError(
+                    f"The first map_positions() into {spec.dtype} cannot be captured: it loads a kernel. Call it once "
+                    "before the capture."
+                )
+            named = {"rows": rows, "positions": positions, "out": out}
+            addresses, staged = self._place(named, native, is_capturing=is_capturing)
+            run([self._launches.map_positions(addresses, group, spec.shape, spec.dtype)], native)
             self._release(staged, native)
 
     def reset_export(self, out: ExportBuffers, *, stream: int | None) -> None:
@@ -302,17 +328,19 @@ class DeviceStore:
 
     # Inputs.
 
-    def _place(self, batch: Batch, stream: int, *, is_capturing: bool) -> tuple[Inputs, HostBlock | None]:
-        """Return a batch's arrays as addresses; host arrays are staged, in the block that is returned."""
-        if not has_host_arrays(batch):
-            return self._launches.inputs(place_inputs(batch, self.driver, None)[0]), None
+    def _place(
+        self, arrays: Mapping[str, Array], stream: int, *, is_capturing: bool
+    ) -> tuple[dict[str, int], HostBlock | None]:
+        """Return arrays as addresses; host arrays are staged, in the block that is returned."""
+        if not any(map(is_host_array, arrays.values())):
+            return place_inputs(arrays, self.driver, None)[0], None
         refuse_capture(is_capturing, "A step over host arrays")
-        entries = staged_entries(batch)
+        entries = staged_entries(arrays)
         # More than the table's own buffers hold is possible with longer `out=` arrays: it may allocate and wait.
         block = self._inputs.acquire() if entries <= self._inputs.entries else self.driver.host_block(entries)
-        addresses, used = place_inputs(batch, self.driver, block)
+        addresses, used = place_inputs(arrays, self.driver, block)
         self.driver.send(block, used, stream)
-        return self._launches.inputs(addresses), block
+        return addresses, block
 
     def _release(self, staged: HostBlock | None, stream: int) -> None:
         """Say that everything that reads staged arrays is launched."""
