@@ -27,8 +27,14 @@ MAX_WRITE_BLOCKS = 1 << 15
 MAX_SLOT_BLOCKS = 1 << 22
 
 COUNT_UNITS = {
-    **{"table": 0, "kv_offsets": 0, "lengths": 0},
-    **{"csr": 1, "block_requests": 1, "inverse_map": 1, "token_csr": 2, "ring": 3},
+    "table": 0,
+    "kv_offsets": 0,
+    "lengths": 0,
+    "csr": 1,
+    "block_requests": 1,
+    "inverse_map": 1,
+    "token_csr": 2,
+    "ring": 3,
 }
 """Layout kind -> what is counted: columns, kernel blocks that hold tokens, tokens, or such blocks of a ring."""
 INDEX_UNITS = {"csr": 1, "token_csr": 2, "block_requests": 4}
