@@ -625,7 +625,7 @@ def test_an_argument_that_does_not_fit_is_refused(layout: str, value: int) -> No
         ("map_slots", {"num_slots": INT32_MAX, "num_groups": 70000}, (32, 65535)),  # below 2**31 threads
         ("null_stale_columns", {"num_reqs_padded": 17, "num_groups": 2}, (17, 2)),  # a block for each row
         ("write_indices", {"capacity": 10**6, "num_members": 2}, (2048, 2)),
-        ("gather_state_indices", {"max_num_reqs": 3, "num_columns": 6, "num_members": 2}, (3, 2)),
+        ("gather_state_indices", {"max_batch": 3, "num_columns": 6, "num_members": 2}, (3, 2)),
     ],
 )
 def test_a_grid_covers_its_entries_and_groups(name: str, sizes: dict[str, int], expected: tuple[int, int]) -> None:

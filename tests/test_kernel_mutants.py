@@ -30,6 +30,7 @@ class Target:
     Attributes:
         name: of its class.
         suffix: of the files that hold its kernels.
+        shared: name of the file that all of them begin with, if there is one.
         variable: what asks for its emulation.
         modules: what must be installed for that.
     """
@@ -38,11 +39,12 @@ class Target:
     suffix: str
     variable: str
     modules: tuple[str, ...]
+    shared: str = ""
 
 
 TARGETS = {
     "triton": Target("TritonBackend", ".py", "TRITON_INTERPRET", ("triton", "torch")),
-    "cupy": Target("CupyBackend", ".cu", "BLOCKTABLE_CUPY_EMULATE", ()),
+    "cupy": Target("CupyBackend", ".cu", "BLOCKTABLE_CUPY_EMULATE", (), "common.cuh"),
     "numba": Target("NumbaBackend", ".py", "NUMBA_ENABLE_CUDASIM", ("numba_cuda",)),
 }
 
@@ -370,7 +372,7 @@ FAULTS = {
         "separate and csr_by_hand",
         {
             "triton": {"tl.minimum(tl.maximum(total, tl.load(total_ptr + 1)), capacity)": "total"},
-            "cupy": {"larger(total, counts[2 * max_num_reqs + 1])": "total"},
+            "cupy": {"larger(total, counts[2 * max_batch + 1])": "total"},
             "numba": {"max(total, counts[2 * max_num_reqs + 1])": "total"},
         },
         "exports",
@@ -382,7 +384,7 @@ FAULTS = {
             "triton": {
                 "first = count\n            while first < before:": "first = count\n            while first < 0:"
             },
-            "cupy": {"column = count + threadIdx.x; column < before;": "column = count + threadIdx.x; column < 0;"},
+            "cupy": {"j = count + threadIdx.x; j < before;": "j = count + threadIdx.x; j < 0;"},
             "numba": {
                 "column = count + cuda.threadIdx.x\n            while column < before:": (
                     "column = count + cuda.threadIdx.x\n            while column < 0:"
@@ -398,7 +400,7 @@ FAULTS = {
             "triton": {
                 "first = before * 0\n            while first < before:": "first = before\n            while first < 0:"
             },
-            "cupy": {"column = threadIdx.x; column < before;": "column = threadIdx.x; column < 0;"},
+            "cupy": {"j = threadIdx.x; j < before;": "j = threadIdx.x; j < 0;"},
             "numba": {
                 "column = cuda.threadIdx.x\n            while column < before:": (
                     "column = cuda.threadIdx.x\n            while column < 0:"
@@ -436,6 +438,109 @@ FAULTS = {
         },
         "exports",
     ),
+    # Exports of parts, rings and requests, and slots of any positions.
+    "part_shows_its_rows_start": Fault(
+        "R34",
+        "local_attention_by_hand",
+        {"cupy": {"return divide(length_of(group, first_tokens, i, row), group.tokens_per_column);": "return 0;"}},
+        "exports",
+    ),
+    "part_has_the_columns_of_its_row": Fault(
+        "R34",
+        "parts_of_every_kind",
+        {"cupy": {"larger(0, columns - part)": "columns"}},
+        "exports",
+    ),
+    "part_is_as_long_as_its_row": Fault(
+        "R34",
+        "local_attention_by_hand",
+        {"cupy": {"seq_lens, (int)i, row) - part * tokens": "seq_lens, (int)i, row)"}},
+        "exports",
+    ),
+    "part_inside_a_block_is_not_counted": Fault(
+        "R34",
+        "first_tokens_that_are_no_boundary",
+        {"cupy": {"if (first != part * tokens)": "if (false)"}},
+        "exports",
+    ),
+    "part_is_mapped_from_its_own_start": Fault(
+        "R34",
+        "inverse_map_counts_from_the_rows_start",
+        {"cupy": {"+ block_id, (int)column)": "+ block_id, (int)j)"}},
+        "exports",
+    ),
+    "ring_has_no_second_turn": Fault(
+        "R35",
+        "ring_over_true_positions",
+        {"cupy": {"form == FORM_RING ? modulo(column, filled) : column": "column"}},
+        "exports",
+    ),
+    "ring_keeps_what_it_has_overwritten": Fault(
+        "R35",
+        "ring_over_true_positions",
+        {"cupy": {"if (form == FORM_RING) {": "if (false) {"}},
+        "exports",
+    ),
+    "block_of_the_next_request": Fault(
+        "R35",
+        "requests_of_blocks",
+        {"cupy": {"index = i;": "index = i + 1;"}},
+        "exports",
+    ),
+    "token_of_a_dummy_has_a_request": Fault(
+        "R35",
+        "requests_of_tokens_by_hand",
+        {"cupy": {"!is_given || row_of(idx_mapping, request, num_reqs, max_num_rows) < 0": "!is_given"}},
+        "exports",
+    ),
+    "token_after_the_last_has_a_request": Fault(
+        "R35",
+        "requests_of_tokens_by_hand",
+        {"cupy": {"token < query_start_loc[request + 1]": "true"}},
+        "exports",
+    ),
+    "requests_end_before_the_last": Fault(
+        "R35",
+        "requests_of_tokens_by_hand",
+        {"cupy": {"query_start_loc[smaller(i, num_reqs)]": "query_start_loc[smaller(i, larger(0, num_reqs - 1))]"}},
+        "exports",
+    ),
+    "position_of_another_token": Fault(
+        "R36",
+        "positions_by_hand",
+        {"cupy": {"(int)divide(cell, num_positions)": "(int)modulo(cell, num_tokens)"}},
+        "exports",
+    ),
+    "position_of_another_rank_has_a_slot": Fault(
+        "R36",
+        "positions_of_one_rank",
+        {"cupy": {"is_valid && local >= 0 && column < columns": "is_valid && column < columns"}},
+        "exports",
+    ),
+    "position_past_its_row_has_a_slot": Fault(
+        "R36",
+        "positions_by_hand",
+        {"cupy": {"is_valid && local >= 0 && column < columns": "is_valid && local >= 0 && column < spec.width"}},
+        "exports",
+    ),
+    "position_in_a_ring_does_not_turn": Fault(
+        "R36",
+        "positions_of_every_mode",
+        {"cupy": {"local = modulo(position, columns * tokens)": "local = position"}},
+        "exports",
+    ),
+    "position_in_a_hole_has_a_slot": Fault(
+        "R36",
+        "positions_of_every_mode",
+        {"cupy": {"if (spec.null_is_pad &&": "if (false &&"}},
+        "exports",
+    ),
+    "position_without_a_slot_is_pad": Fault(
+        "R36",
+        "positions_by_hand",
+        {"cupy": {"(local - column * tokens) : NONE": "(local - column * tokens) : spec.pad_slot_id"}},
+        "exports",
+    ),
 }
 
 
@@ -452,12 +557,14 @@ def copy_package(backend: str, name: str, fault: Fault | None, folder: Path) -> 
     package = f"blocktable_{backend}"
     copied = Path(shutil.copytree(ROOT / "backends" / package, folder / name, ignore=shutil.ignore_patterns("__pyc*")))
     if fault is not None:
-        kernels = copied / f"{fault.source}{TARGETS[backend].suffix}"
-        source = kernels.read_text()
+        target = TARGETS[backend]
+        paths = [copied / file for file in (f"{fault.source}{target.suffix}", target.shared) if file]
         for old, new in fault.changes[backend].items():
-            assert source.count(old) == 1, f"{name}: {old!r} stands {source.count(old)} times in {backend}'s kernels"
-            source = source.replace(old, new)
-        kernels.write_text(source)
+            sources = {path: path.read_text() for path in paths}
+            count = sum(source.count(old) for source in sources.values())
+            assert count == 1, f"{name}: {old!r} stands {count} times in {backend}'s kernels"
+            for path, source in sources.items():
+                path.write_text(source.replace(old, new))
     for module in copied.rglob("*.py"):
         module.write_text(module.read_text().replace(package, name))
     return f"{name}:{TARGETS[backend].name}"
