@@ -12,7 +12,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = Path("extras", "blocktable_compiled")
-MODULES = ("operations",)
+MODULES = ("operations", "steps")
 
 
 class CompiledHostPath(BuildHookInterface[Any]):

@@ -188,17 +188,16 @@ def rows_maker() -> Callable[[BlockTableConfig], HostPath]:
         BackendUnavailableError: "compiled" is asked for and cannot be imported.
         ConfigError: the variable has another value.
     """
-    choice = os.environ.get(HOST_PATH_VARIABLE, "auto")
-    if choice not in HOST_PATHS:
-        raise ConfigError(f"{HOST_PATH_VARIABLE} must be one of {', '.join(HOST_PATHS)}; got {choice!r}.")
-    if choice == "numpy":
-        return NumpyRows
-    compiled, reason = _load()
-    if compiled is None and choice == "compiled":
-        raise BackendUnavailableError(
-            f"The compiled host path cannot be imported ({reason}); install blocktable[compiled]."
-        )
-    return compiled or NumpyRows
+    return _compiled("rows") or NumpyRows
+
+
+def compiled_step() -> Callable[..., Any] | None:
+    """Return what does the numpy backend's whole step in one compiled call; None where the host path is numpy.
+
+    Raises:
+        BackendUnavailableError, ConfigError: as `rows_maker`.
+    """
+    return _compiled("step")
 
 
 def compiled_append() -> Callable[..., int] | None:
@@ -210,12 +209,27 @@ def host_path_description() -> str:
     """Return which host path runs, in a sentence for `blocktable backends`."""
     if rows_maker() is not NumpyRows:
         return "compiled"
-    return f"numpy ({_load()[1] or f'{HOST_PATH_VARIABLE}=numpy'})"
+    return f"numpy ({_load('rows')[1] or f'{HOST_PATH_VARIABLE}=numpy'})"
+
+
+def _compiled(name: str) -> Any:
+    choice = os.environ.get(HOST_PATH_VARIABLE, "auto")
+    if choice not in HOST_PATHS:
+        raise ConfigError(f"{HOST_PATH_VARIABLE} must be one of {', '.join(HOST_PATHS)}; got {choice!r}.")
+    if choice == "numpy":
+        return None
+    found, reason = _load(name)
+    if found is None and choice == "compiled":
+        raise BackendUnavailableError(
+            f"The compiled host path cannot be imported ({reason}); install blocktable where a C++ compiler is, which "
+            "builds it."
+        )
+    return found
 
 
 @cache
-def _load() -> tuple[Callable[[BlockTableConfig], HostPath] | None, str | None]:
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name="compiled"):
+def _load(name: str) -> tuple[Any, str | None]:
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             return entry.load(), None
         except ImportError as error:  # it was not built
