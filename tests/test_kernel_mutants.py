@@ -323,7 +323,7 @@ FAULTS = {
         {
             "triton": {"while m < num_members:\n            first_count": "while m < 1:\n            first_count"},
             "cupy": {"m < num_members && row >= 0": "m < 1 && row >= 0"},
-            "numba": {"while m < num_members:\n                columns": "while m < 1:\n                columns"},
+            "numba": {"while m < num_members:\n            columns": "while m < 1:\n            columns"},
         },
         "exports",
     ),
@@ -333,7 +333,7 @@ FAULTS = {
         {
             "triton": {"_local_length(length.to(tl.int64), group_ptr)": "length.to(tl.int64)"},
             "cupy": {"return group.world_size > 1 ? local_length(group, length) : length;": "return length;"},
-            "numba": {"length = local_length(groups, group, length)": "pass"},
+            "numba": {"local_length(groups, group, held) if groups[group + WORLD_SIZE] > 1 else held": "held"},
         },
         "exports",
     ),
@@ -343,7 +343,7 @@ FAULTS = {
         {
             "triton": {"if sliding_window > 0:": "if sliding_window < 0:"},
             "cupy": {"!group.sliding_window": "true"},
-            "numba": {"if sliding_window and row >= 0:": "if sliding_window < 0:"},
+            "numba": {"if sliding_window == 0:": "if sliding_window >= 0:"},
         },
         "exports",
     ),
@@ -373,7 +373,7 @@ FAULTS = {
         {
             "triton": {"tl.minimum(tl.maximum(total, tl.load(total_ptr + 1)), capacity)": "total"},
             "cupy": {"larger(total, counts[2 * max_batch + 1])": "total"},
-            "numba": {"max(total, counts[2 * max_num_reqs + 1])": "total"},
+            "numba": {"max(total, counts[2 * max_batch + 1])": "total"},
         },
         "exports",
     ),
@@ -425,6 +425,7 @@ FAULTS = {
         {
             "triton": {"other=0) + tl.maximum(end - limit, 0)": "other=0).to(tl.int64)"},
             "cupy": {"num_cut[0] + (before - start)": "num_cut[0]"},
+            "numba": {"num_cut[0] + (before - start)": "num_cut[0]"},
         },
         "exports",
     ),
@@ -539,6 +540,120 @@ FAULTS = {
         "R36",
         "positions_by_hand",
         {"cupy": {"(local - column * tokens) : NONE": "(local - column * tokens) : spec.pad_slot_id"}},
+        "exports",
+    ),
+    "export_of_the_first_part": Fault(
+        "R34",
+        "separate and local_attention_by_hand",
+        {
+            "numba": {
+                "return divide(held_of(groups, group, first_tokens, 0, i, row), groups[group + TOKENS_PER_COLUMN])": (
+                    "return np.int64(0)"
+                )
+            }
+        },
+        "exports",
+    ),
+    "export_counts_the_columns_before_a_part": Fault(
+        "R34",
+        "separate and parts_of_every_kind and csr0",
+        {"numba": {"columns = max(columns - part, 0)": "columns = max(columns, 0)"}},
+        "exports",
+    ),
+    "export_counts_the_tokens_before_a_part": Fault(
+        "R34",
+        "separate and local_attention_by_hand",
+        {"numba": {"seq_lens, 0, i, row) - part * tokens, 0)": "seq_lens, 0, i, row), 0)"}},
+        "exports",
+    ),
+    "export_counts_no_part_that_is_rounded": Fault(
+        "R34",
+        "separate and first_tokens_that_are_no_boundary",
+        {"numba": {"if first > part * tokens:": "if False:"}},
+        "exports",
+    ),
+    "export_maps_columns_of_a_part": Fault(
+        "R34",
+        "separate and inverse_map_counts_from",
+        {"numba": {"num_kernel_blocks + block_id, column)": "num_kernel_blocks + block_id, place)"}},
+        "exports",
+    ),
+    "export_of_a_ring_that_does_not_turn": Fault(
+        "R35",
+        "separate and ring_over_true_positions",
+        {"numba": {"divide(column, max(filled, 1)) * filled if form == RING else np.int64(0)": "np.int64(0)"}},
+        "exports",
+    ),
+    "export_of_an_overwritten_ring": Fault(
+        "R35",
+        "separate and ring_over_true_positions",
+        {"numba": {"max(first_column, divide(overwritten, tokens))": "first_column"}},
+        "exports",
+    ),
+    "export_of_no_more_than_a_ring": Fault(
+        "R35",
+        "separate and ring_over_true_positions",
+        {"numba": {"if unit == COUNT_RING and columns > 0:": "if False:"}},
+        "exports",
+    ),
+    "export_of_a_row_as_its_request": Fault(
+        "R35",
+        "separate and requests_of_blocks",
+        {"numba": {"index = i\n": "index = row\n"}},
+        "exports",
+    ),
+    "export_of_request_0_behind_the_last": Fault(
+        "R35",
+        "separate and requests_of_blocks",
+        {"numba": {"-1 if unit == WRITE_REQUESTS else 0": "0"}},
+        "exports",
+    ),
+    "requests_of_dummies": Fault(
+        "R35",
+        "separate and requests_of_tokens",
+        {"numba": {"row >= 0 and token < query_start_loc[num_reqs]": "token < query_start_loc[num_reqs]"}},
+        "exports",
+    ),
+    "requests_of_padding": Fault(
+        "R35",
+        "separate and requests_of_tokens",
+        {"numba": {"row >= 0 and token < query_start_loc[num_reqs]": "row >= 0"}},
+        "exports",
+    ),
+    "starts_of_padding_are_0": Fault(
+        "R35",
+        "separate and requests_of_tokens",
+        {"numba": {"query_start_loc[min(i, num_reqs)]": "(query_start_loc[i] if i <= num_reqs else 0)"}},
+        "exports",
+    ),
+    "positions_of_the_first_token": Fault(
+        "R36",
+        "separate and positions_by_hand",
+        {"numba": {"row_of(rows, divide(cell, num_positions)": "row_of(rows, 0"}},
+        "exports",
+    ),
+    "positions_of_every_rank": Fault(
+        "R36",
+        "separate and positions_of_one_rank",
+        {"numba": {"is_valid, local = local_index(groups, group, is_valid, local)": "pass"}},
+        "exports",
+    ),
+    "positions_of_a_ring_that_does_not_turn": Fault(
+        "R36",
+        "separate and positions_of_every_mode",
+        {"numba": {"local -= divide(local, ring) * ring": "pass"}},
+        "exports",
+    ),
+    "positions_in_holes": Fault(
+        "R36",
+        "separate and positions_of_every_mode",
+        {"numba": {"if not (groups[group + NULL_IS_PAD] and is_none):": "if True:"}},
+        "exports",
+    ),
+    "positions_below_0": Fault(
+        "R36",
+        "separate and positions_by_hand",
+        {"numba": {"is_valid = position >= 0": "is_valid = True"}},
         "exports",
     ),
 }
