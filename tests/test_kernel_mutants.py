@@ -455,7 +455,10 @@ FAULTS = {
     "part_is_as_long_as_its_row": Fault(
         "R34",
         "local_attention_by_hand",
-        {"cupy": {"seq_lens, (int)i, row) - part * tokens": "seq_lens, (int)i, row)"}},
+        {
+            "triton": {"i, row) - part * tokens, 0)": "i, row), 0)"},
+            "cupy": {"seq_lens, (int)i, row) - part * tokens": "seq_lens, (int)i, row)"},
+        },
         "exports",
     ),
     "part_inside_a_block_is_not_counted": Fault(
@@ -479,7 +482,10 @@ FAULTS = {
     "ring_keeps_what_it_has_overwritten": Fault(
         "R35",
         "ring_over_true_positions",
-        {"cupy": {"if (form == FORM_RING) {": "if (false) {"}},
+        {
+            "triton": {"first_column = tl.maximum(first_column, _divide(overwritten, tokens))": "pass"},
+            "cupy": {"if (form == FORM_RING) {": "if (false) {"},
+        },
         "exports",
     ),
     "block_of_the_next_request": Fault(
@@ -654,6 +660,96 @@ FAULTS = {
         "R36",
         "separate and positions_by_hand",
         {"numba": {"is_valid = position >= 0": "is_valid = True"}},
+        "exports",
+    ),
+    "part_begins_with_its_row": Fault(
+        "R34",
+        "local_attention_by_hand",
+        {"triton": {"return table_row + part,": "return table_row,"}},
+        "exports",
+    ),
+    "part_is_rounded_up": Fault(
+        "R34",
+        "first_tokens_that_are_no_boundary",
+        {"triton": {"part = _divide(begin, tokens)": "part = _divide(begin + tokens - 1, tokens)"}},
+        "exports",
+    ),
+    "part_has_all_columns_of_its_row": Fault(
+        "R34",
+        "parts_of_every_kind and csr",
+        {"triton": {"tl.maximum(columns.to(tl.int64) - part, 0)": "columns.to(tl.int64)"}},
+        "exports",
+    ),
+    "part_has_a_window_of_its_own": Fault(
+        "R34",
+        "parts_of_every_kind and table",
+        {"triton": {"first_column - part,": "first_column,"}},
+        "exports",
+    ),
+    "part_in_the_map_counts_from_itself": Fault(
+        "R34",
+        "inverse_map_counts_from_the_rows_start",
+        {"triton": {"(part + place).to(tl.int32)": "place"}},
+        "exports",
+    ),
+    "part_that_was_rounded_is_not_counted": Fault(
+        "R34",
+        "first_tokens_that_are_no_boundary",
+        {"triton": {"if num_rounded > 0:": "if num_rounded < 0:"}},
+        "exports",
+    ),
+    "parts_that_were_rounded_overflow": Fault(
+        "R34",
+        "more_cuts_than_31_bits",
+        {"triton": {"tl.atomic_min(cut_ptr, INT32_MAX)": "pass"}},
+        "exports",
+    ),
+    "ring_turns_backwards": Fault(
+        "R35",
+        "ring_over_true_positions",
+        {
+            "triton": {
+                "column -= _divide(column, filled) * filled": (
+                    "column = filled - 1 - column + _divide(column, filled) * filled"
+                )
+            }
+        },
+        "exports",
+    ),
+    "ring_ends_with_its_row": Fault(
+        "R35",
+        "ring_over_true_positions",
+        {"triton": {"columns = tl.where(columns > 0, width, 0)": "pass"}},
+        "exports",
+    ),
+    "block_of_a_row_not_of_a_request": Fault(
+        "R35",
+        "requests_of_blocks",
+        {"triton": {"tl.where(unit == REQUESTS, i, index)": "tl.where(unit == REQUESTS, row, index)"}},
+        "exports",
+    ),
+    "request_of_a_dummy": Fault(
+        "R35",
+        "requests_of_tokens_by_hand",
+        {"triton": {"tl.where(row >= 0, request, -1)": "request"}},
+        "exports",
+    ),
+    "request_begins_behind_the_entries": Fault(
+        "R35",
+        "garbage_starts_write_nothing_outside",
+        {"triton": {"tl.minimum(start, capacity)": "start"}},
+        "exports",
+    ),
+    "position_of_the_next_token": Fault(
+        "R36",
+        "positions_by_hand",
+        {"triton": {"_divide(cell, num_positions.to(tl.int64))": "_divide(cell + 1, num_positions.to(tl.int64))"}},
+        "exports",
+    ),
+    "position_has_the_groups_pad": Fault(
+        "R36",
+        "positions_by_hand",
+        {"triton": {"0, -1)\n    num_cells": "0, -5)\n    num_cells"}},
         "exports",
     ),
 }

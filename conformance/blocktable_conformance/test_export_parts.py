@@ -144,6 +144,19 @@ def test_first_tokens_that_are_no_boundary(subject_once: Subject) -> None:
     check("8 and 12" in raised.message, "R34", f"the refusal must name 8 and 12: {raised.message}")
 
 
+def test_more_cuts_than_31_bits(subject_once: Subject) -> None:
+    """A count of cuts that is full stays full when first tokens that are no boundary come to it.
+
+    Rules: R27, R34.
+    """
+    pair = make(subject_once, KVCacheGroup(block_size=2**20, num_blocks=2048), width=2048)
+    pair.do("set_row", 0, [1 + index % 2047 for index in range(2048)])
+    pair.commit()
+    export = ExportPair(pair, TOKEN_CSR, capacity=5)
+    export.run([0, 0], [INT32_MAX] * 2)
+    export.run([0, 0], [4, 4], first_tokens=[1, 2])
+
+
 @pytest.mark.parametrize(("interleave", "first", "nearest"), [(2, 9, (8, 16)), (4, 10, (8, 12)), (1, 4, (0, 8))])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_boundaries_of_ranks(
@@ -317,6 +330,7 @@ def test_garbage_starts_write_nothing_outside(subject_once: Subject) -> None:
         result = pair.table.export(
             TOKEN_REQUESTS, array([0, 1, 2, 3], "int32"), query_start_loc=array(starts, "int32"), out=export.out
         )
+        check_values(subject_once.to_host(result.indptr), np.clip(starts, 0, export.out.capacity), "R35", "the starts")
         requests = subject_once.to_host(result.entries[0])
         check(bool(((requests >= -1) & (requests < 4)).all()), "R35", f"the requests are {requests.tolist()}.")
     pair.check_device()
