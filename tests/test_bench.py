@@ -15,12 +15,13 @@ from blocktable_benchmarks import exports
 from blocktable_benchmarks import worker as worker_module
 from blocktable_benchmarks.__main__ import main, make_lanes, parse
 from blocktable_benchmarks.agreement import WrongResult, check_slots, check_steps
+from blocktable_benchmarks.cells import Table
 from blocktable_benchmarks.host_profile import profile_host
 from blocktable_benchmarks.peers import find_peers
 from blocktable_benchmarks.render import as_markdown, as_text, fill_page
 from blocktable_benchmarks.runner import Lane, Results, merge, run_lane
 from blocktable_benchmarks.table_lane import TableLane
-from blocktable_benchmarks.tables import Table, best_peer, make_tables
+from blocktable_benchmarks.tables import best_peer, make_tables
 from blocktable_benchmarks.timing import Pace, gpu_step_time, host_time, steps_before_wait
 from blocktable_benchmarks.worker import SECTIONS, Worker
 from blocktable_benchmarks.workloads import (

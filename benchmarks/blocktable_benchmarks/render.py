@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from blocktable import BlockTableError
-from blocktable_benchmarks.tables import Table
+from blocktable_benchmarks.cells import Table
 
 MARKER = re.compile(r"(<!-- bench: (?P<name>\w+) -->\n).*?(<!-- bench end -->)", re.DOTALL)
 
