@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from blocktable_benchmarks.caller_tables import caller_tables
 from blocktable_benchmarks.cells import Results, Table, is_timed, number
 
 TARGETS = {
@@ -28,6 +29,7 @@ def make_tables(results: Results) -> list[Table]:
     makers: list[Callable[[Results], list[Table]]] = [
         _machine,
         _lanes,
+        caller_tables,
         _steps,
         _drop_ins,
         _slots,
