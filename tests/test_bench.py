@@ -3,6 +3,8 @@
 import itertools
 import json
 import re
+import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -661,6 +663,44 @@ def test_vllms_tables_do_the_same_works_by_their_own_calls(version: str, tmp_pat
     assert main([*words, "--json", str(path)]) == 0
     found = json.loads(path.read_text())["lanes"][f"vLLM {version} V1"]["callers"]
     assert len(found) == 2 * len(PEER_SPELLINGS)
+
+
+# The page.
+
+
+def page_command() -> list[str]:
+    """Return the arguments of the command that the page names for its tables, without the page."""
+    (command,) = re.findall(
+        r"^blocktable (bench --from .*?--fill docs/performance\.md)$", PAGE, re.MULTILINE | re.DOTALL
+    )
+    return shlex.split(command.replace("\\\n", ""))[1:-1]
+
+
+PAGE = (ROOT / "docs/performance.md").read_text()
+
+
+def fill(page: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(ROOT)
+    shutil.copy(ROOT / "docs/performance.md", page)
+    main([*words, str(page)])
+    return page.read_text()
+
+
+def test_the_page_shows_what_its_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fill(tmp_path / "page.md", page_command(), monkeypatch) == PAGE
+
+
+def test_the_page_leads_with_callers_once_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "callers.json"
+    run.write_text(json.dumps(caller_run(cupy=10.0, v25x1_V1=40.0)))
+    command = page_command()
+    command.insert(-1, str(run))
+    filled = fill(tmp_path / "page.md", command, monkeypatch)
+    headings = re.findall(r"^##? (.*)$", filled, re.MULTILINE)
+    assert headings[:2] == ["Performance", "What a user gets"]
+    assert filled.count("What a user gets") == 1
+    assert [line for line in filled.splitlines() if "**32 requests, 8 groups: host us" in line]
+    assert fill(tmp_path / "again.md", page_command(), monkeypatch) == PAGE
 
 
 # Peers.
