@@ -44,10 +44,10 @@ def named_by_checks() -> Iterator[tuple[str, str]]:
     paths = [*SUITE.glob("*.py"), *TESTS.glob("mutants/*.py"), TESTS / "test_kernel_mutants.py"]
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
-            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-            if is_text and re.fullmatch(r"(R\d+(\.\d+)?(, )?)+", node.value):
-                for number in re.findall(NUMBER, node.value):
-                    yield f"{path.name}:{node.lineno}", number
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if re.fullmatch(r"(R\d+(\.\d+)?(, )?)+", text):
+                for number in re.findall(NUMBER, text):
+                    yield f"{path.name}:{getattr(node, 'lineno', 0)}", number
 
 
 def test_every_test_of_the_suite_names_its_rules() -> None:
