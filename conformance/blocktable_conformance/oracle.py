@@ -204,7 +204,7 @@ class OracleTable:
     Attributes:
         shapes: one `Geometry` for each group.
         rows: [groups][num_rows], each the list of manager blocks the row holds; the host's state.
-        committed: [groups][num_rows], each a column list; what kernels see (R9).
+        committed: [groups][num_rows], each a column list; what kernels see (R9.2).
     """
 
     def __init__(self, config: BlockTableConfig) -> None:
@@ -406,7 +406,7 @@ class OracleTable:
     # Device (R9-R15).
 
     def commit(self) -> None:
-        """Make the device what the host is (R9)."""
+        """Make the device what the host is (R9.1)."""
         self.committed = [[self.columns(g, row) for row in range(self.num_rows)] for g in range(len(self.shapes))]
 
     def device_table(self, group: int) -> Table:
@@ -499,7 +499,7 @@ class OracleTable:
         return columns + [self.shapes[group].filler] * (self.shapes[group].width - len(columns))
 
     def committed_columns(self, group: int, row: int) -> list[int]:
-        """Return a row's column list as of the last commit; a dummy's is empty (R10)."""
+        """Return a row's column list as of the last commit; a dummy's is empty (R10.2)."""
         return self.committed[group][row] if 0 <= row < self.num_rows else []
 
     @staticmethod

@@ -185,7 +185,7 @@ def test_a_part_of_a_batch_table_is_a_copy(subject_once: Subject) -> None:
 def test_refusals_of_parts(subject_once: Subject) -> None:
     """Groups and kinds without parts, sets without a capacity, batches above a set's, and what CSR does not take.
 
-    Rules: R25, R27, R34, R35.
+    Rules: R27, R34, R35.
     """
     ring = KVCacheGroup(block_size=4, slot_mode="ring", blocks_per_row=2, num_blocks=20)
     state = KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=2)
@@ -227,7 +227,7 @@ def test_refusals_of_parts(subject_once: Subject) -> None:
         with must_raise(error, "R34, R35", f"wrong argument {index}") as raised:
             call()
         check(word in raised.message, "R34, R35", f"refusal {index} must name {word!r}: {raised.message}")
-        check(subject_once.watch.launches - launches <= 1, "R25", f"wrong argument {index} was exported.")
+        check(subject_once.watch.launches - launches <= 1, "R34, R35", f"wrong argument {index} was exported.")
 
 
 def test_the_refusal_of_a_token_csr_names_its_capacity(subject_once: Subject) -> None:
@@ -272,7 +272,7 @@ def test_a_ring_over_true_positions(subject_once: Subject) -> None:
 def test_rings_of_two_groups(subject_once: Subject) -> None:
     """Rings of different fill turn each in its own columns; a row that is empty in one group is the fill in both.
 
-    Rules: R25, R35.
+    Rules: R25.15, R35.
     """
     group = KVCacheGroup(block_size=8, kernel_block_size=4, slot_mode="ring", blocks_per_row=3, num_blocks=30)
     pair = make(subject_once, group, group, rows=[[[5, 6], [7, 8, 9]], [[3], []]], max_model_len=64)
@@ -308,7 +308,7 @@ def test_requests_of_tokens_by_hand(subject_once: Subject) -> None:
 def test_garbage_starts_write_nothing_outside(subject_once: Subject) -> None:
     """A `query_start_loc` of garbage gives unspecified requests, inside the arrays, each one of the batch or -1.
 
-    Rules: R25, R35.
+    Rules: R25.17, R35.
     """
     pair = three_rows(subject_once, FULL)
     export, array = ExportPair(pair, TOKEN_REQUESTS), subject_once.device_array

@@ -18,7 +18,8 @@ VECTORS = list(golden.load())
 def test_golden_vector(subject: Subject, vector: golden.Vector) -> None:
     """Every answer of the history is the one that is written down.
 
-    Rules: R2, R3, R4, R5, R6, R7, R8, R9, R10, R11, R12, R13, R14, R15, R18, R25, R26, R27, R28, R29, R30, R31.
+    Rules: R2, R3, R4, R5, R6, R7, R8, R9.1, R10.1, R10.2, R10.3, R10.6, R11, R12, R13, R14, R15, R18, R25.5,
+        R25.6, R25.7, R25.13, R25.15, R26, R27, R28, R29, R30, R31.
     """
     if vector.has_exports and not subject.declares("exports"):
         pytest.skip(f"{subject.label} does not declare exports")
