@@ -519,7 +519,7 @@ class BlockTable(RowOperations, ExportCalls):
         Raises:
             BlockTableError: naming the first entry that differs.
 
-        Rules: R5, R9.
+        Rules: R5, R9.1.
         """
         verify(self.config, self.backend, self.store, self._rows)
 

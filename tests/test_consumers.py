@@ -86,7 +86,7 @@ def laid_out() -> Path:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy over NaN and infinities
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vllms_kernels(laid_out: Path, backend: str) -> None:
-    """Rules: R10, R11, R12, R13, R15."""
+    """Rules: R10.1, R11, R12, R13, R15."""
     lines = consumers.judge(kernels.VllmTriton(laid_out, ("float16",)), backend, "float16")
     assert verdicts(lines) == ["PASS"], lines
 

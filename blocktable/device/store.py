@@ -141,7 +141,7 @@ class DeviceStore:
     def lend(self, stream: int | None) -> IntArray:
         """Return [n] int32 of memory for packed changes, which the next `commit` or `step` on this stream sends.
 
-        Waits where all of it is in use (R9).
+        Waits where all of it is in use (R9.3).
 
         Raises:
             BlockTableError: the stream is capturing, or may not be changed.
@@ -169,7 +169,7 @@ class DeviceStore:
                 self._apply(block, used, native)
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
-        """Send changes of any size; more than the ring holds may allocate and wait (R9)."""
+        """Send changes of any size; more than the ring holds may allocate and wait (R9.5)."""
         with self.driver.current():
             native, is_capturing = self._order.enter(stream)
             refuse_capture(is_capturing, "A commit")
