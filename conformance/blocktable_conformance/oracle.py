@@ -93,6 +93,11 @@ class Geometry:
         """Return what stands where there is no block (R5)."""
         return -1 if self.null_block_id == -1 else self.null_block_id * self.blocks_per_kv_block
 
+    @property
+    def is_shared(self) -> bool:
+        """Say whether ranks share the group's tokens (R18)."""
+        return self.share is not None and self.share.world_size > 1
+
     def is_missing(self, entry: int) -> bool:
         """Say whether a table entry stands for no block (R5)."""
         if self.null_block_id == -1:
@@ -492,6 +497,22 @@ class OracleTable:
             return Slot(pad, "R13", token, request, row, position, column, block_id)
         rule = "R14" if shape.slot_mode == "ring" else "R12" if shape.share is None else "R12, R18"
         return Slot(block_id * shape.kernel_block_size + offset, rule, token, request, row, position, column, block_id)
+
+    def positions(self, rows: Sequence[int], group: int, positions: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the slot of every position of every token's row, -1 where it has none (R36)."""
+        return [
+            [self._slot_of_position(group, row, position) for position in wanted]
+            for row, wanted in zip(rows, positions, strict=True)
+        ]
+
+    def _slot_of_position(self, group: int, row: int, position: int) -> int:
+        shape, columns = self.shapes[group], self.committed_columns(group, row)
+        found = place(shape, len(columns), position, position, is_named=True)
+        if isinstance(found, str):
+            return -1
+        column, offset = found
+        is_hole = shape.is_missing(columns[column]) and (shape.null_is_pad or shape.null_block_id == -1)
+        return -1 if is_hole else columns[column] * shape.kernel_block_size + offset
 
     # Parts.
 

@@ -23,7 +23,6 @@ from blocktable import (
 from blocktable_conformance.asserts import check, check_values, must_raise
 from blocktable_conformance.cases import make, shard
 from blocktable_conformance.exports import ExportPair
-from blocktable_conformance.oracle import place
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.strategies import INT32_MAX, INT32_MIN, bulk_calls, configs
 from blocktable_conformance.subject import HostArray, Subject
@@ -341,24 +340,6 @@ def test_requests_of_blocks(subject_once: Subject) -> None:
 # Slots of any positions (R36).
 
 
-def expected_positions(pair: Pair, rows: Sequence[int], group: int, positions: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the slot of every position of every token's row, -1 for none, by the oracle."""
-    shape, found = pair.oracle.shapes[group], []
-    for row, wanted in zip(rows, positions, strict=True):
-        columns = pair.oracle.committed_columns(group, row)
-        line = []
-        for position in wanted:
-            where = place(shape, len(columns), position, position, is_named=True)
-            if isinstance(where, str):
-                line.append(-1)
-                continue
-            entry = columns[where[0]]
-            is_none = shape.is_missing(entry) and (shape.null_is_pad or shape.null_block_id == -1)
-            line.append(-1 if is_none else entry * shape.kernel_block_size + where[1])
-        found.append(line)
-    return found
-
-
 def check_positions(
     pair: Pair, rows: Sequence[int], group: int, positions: Sequence[Sequence[int]], dtype: str | None = None
 ) -> HostArray:
@@ -370,7 +351,7 @@ def check_positions(
     result = pair.table.map_positions(array(rows, "int32"), group, array(given, "int32"), out=out)
     check(out is None or result is out, "R36", "out must be returned.")
     got = pair.subject.to_host(result)
-    wanted = np.array(expected_positions(pair, rows, group, given.tolist()), np.int64).reshape(given.shape)
+    wanted = np.array(pair.oracle.positions(rows, group, given.tolist()), np.int64).reshape(given.shape)
     expected_dtype = pair.config.slot_dtype if dtype is None else dtype
     check(got.dtype == expected_dtype and got.shape == given.shape, "R36", f"got {got.dtype} of shape {got.shape}.")
     check(np.array_equal(got, wanted), "R36", f"group {group} must give {wanted.tolist()}, got {got.tolist()}.")
