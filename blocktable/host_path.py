@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from blocktable.config import BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
 from blocktable.protocols import IntArray, Writes
-from blocktable.rows import DISTINCT_ROWS, Journal, NumpyRows
+from blocktable.rows import DISTINCT_ROWS, NumpyRows
 
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 HOST_PATHS = ("auto", "numpy", "compiled")
@@ -37,8 +37,8 @@ class HostPath(Protocol):
     columns_per_block: IntArray
 
     @property
-    def journal(self) -> Journal:
-        """What has changed since the last commit; of size 0 where nothing has."""
+    def journal(self) -> Any:
+        """What has changed since the last commit, as `blocktable.rows.Journal`; of `size` 0 where nothing has."""
 
     @property
     def mirror(self) -> IntArray:
@@ -197,7 +197,8 @@ def compiled_step() -> Callable[..., Any] | None:
     Raises:
         BackendUnavailableError, ConfigError: as `rows_maker`.
     """
-    return _compiled("step")
+    found: Callable[..., Any] | None = _compiled("step")
+    return found
 
 
 def compiled_append() -> Callable[..., int] | None:
