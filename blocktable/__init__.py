@@ -18,6 +18,7 @@ from blocktable.errors import (
     UnsupportedError,
 )
 from blocktable.exports import Export
+from blocktable.host_path import compiled_step
 from blocktable.inspection import SlotLocation
 from blocktable.layouts import LAYOUTS, Layout, WidthPlan, plan_width
 from blocktable.metadata import GroupMetadata, StepMetadata
@@ -87,6 +88,7 @@ __all__ = [
     "WidthPlan",
     "Writes",
     "address_of",
+    "compiled_step",
     "get_backend",
     "list_backends",
     "plan_width",

@@ -61,6 +61,18 @@ class HostPath(Protocol):
             advice: what the refusal of a repeated row says about it. None: rows may repeat.
         """
 
+    def one_row(self, name: str, row: Any) -> IntArray:
+        """Return a row of the table as [1] int64."""
+
+    def append_row(self, row: Any, block_ids: Any) -> None:
+        """Check the row and append; arguments as `BlockTable.append_row`."""
+
+    def set_row(self, row: Any, block_ids: Any) -> None:
+        """Check the row and replace what it holds; arguments as `BlockTable.append_row`."""
+
+    def truncate_row(self, row: Any, num_blocks: Any) -> None:
+        """Check the row and truncate it; arguments as `BlockTable.truncate_row`."""
+
     def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
         """Check the rows and append; arguments as `BlockTable.append_rows`."""
 
@@ -69,6 +81,9 @@ class HostPath(Protocol):
 
     def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
         """Check the rows and truncate; arguments as `BlockTable.truncate_rows`."""
+
+    def clear_rows(self, rows: Any) -> None:
+        """Check the rows and make them empty."""
 
     def append(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
         """Add blocks after what the rows hold; `counts` None: all ids of a group go to the one row."""
@@ -173,17 +188,16 @@ def rows_maker() -> Callable[[BlockTableConfig], HostPath]:
         BackendUnavailableError: "compiled" is asked for and cannot be imported.
         ConfigError: the variable has another value.
     """
-    choice = os.environ.get(HOST_PATH_VARIABLE, "auto")
-    if choice not in HOST_PATHS:
-        raise ConfigError(f"{HOST_PATH_VARIABLE} must be one of {', '.join(HOST_PATHS)}; got {choice!r}.")
-    if choice == "numpy":
-        return NumpyRows
-    compiled, reason = _load()
-    if compiled is None and choice == "compiled":
-        raise BackendUnavailableError(
-            f"The compiled host path cannot be imported ({reason}); install blocktable[compiled]."
-        )
-    return compiled or NumpyRows
+    return _compiled("rows") or NumpyRows
+
+
+def compiled_step() -> Callable[..., Any] | None:
+    """Return what does the numpy backend's whole step in one compiled call; None where the host path is numpy.
+
+    Raises:
+        BackendUnavailableError, ConfigError: as `rows_maker`.
+    """
+    return _compiled("step")
 
 
 def compiled_append() -> Callable[..., int] | None:
@@ -194,15 +208,30 @@ def compiled_append() -> Callable[..., int] | None:
 def host_path_description() -> str:
     """Return which host path runs, in a sentence for `blocktable backends`."""
     if rows_maker() is not NumpyRows:
-        return "compiled (Numba)"
-    return f"numpy ({_load()[1] or f'{HOST_PATH_VARIABLE}=numpy'})"
+        return "compiled"
+    return f"numpy ({_load('rows')[1] or f'{HOST_PATH_VARIABLE}=numpy'})"
+
+
+def _compiled(name: str) -> Any:
+    choice = os.environ.get(HOST_PATH_VARIABLE, "auto")
+    if choice not in HOST_PATHS:
+        raise ConfigError(f"{HOST_PATH_VARIABLE} must be one of {', '.join(HOST_PATHS)}; got {choice!r}.")
+    if choice == "numpy":
+        return None
+    found, reason = _load(name)
+    if found is None and choice == "compiled":
+        raise BackendUnavailableError(
+            f"The compiled host path cannot be imported ({reason}); install blocktable where a C++ compiler is, which "
+            "builds it."
+        )
+    return found
 
 
 @cache
-def _load() -> tuple[Callable[[BlockTableConfig], HostPath] | None, str | None]:
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name="compiled"):
+def _load(name: str) -> tuple[Any, str | None]:
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             return entry.load(), None
-        except Exception as error:  # Numba missing, or no place where it may keep what it compiles
+        except ImportError as error:  # it was not built
             return None, f"{type(error).__name__}: {error}"
     return None, "not installed"

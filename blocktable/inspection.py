@@ -51,7 +51,7 @@ def verify(config: BlockTableConfig, backend: Backend, store: BlockStore, rows: 
             )
             raise BlockTableError(
                 f"The device differs from the host at {where}: it holds {got[row, column]}, the host "
-                f"{expected[row, column]}; {len(wrong)} entries differ there (R9)."
+                f"{expected[row, column]}; {len(wrong)} entries differ there (R9.1)."
             )
 
 

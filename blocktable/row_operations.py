@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktable.checks import COUNT_LIMIT, bounded, int_array, int_scalar, ints_per_row, non_negative, row_index
+from blocktable.checks import int_scalar, ints_per_row
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError
 from blocktable.host_path import HostPath
@@ -41,18 +41,18 @@ class RowOperations:
 
         Rules: R4, R6, R7, R8.
         """
-        self._rows.append(self._one_row("row", row), block_ids, None)
+        self._rows.append_row(row, block_ids)
 
     def set_row(self, row: int, block_ids: Any) -> None:
         """Replace what a row holds. Nothing for a group (None, []) clears it there.
 
         Args and errors: as `append_row`. Rules: R4, R6, R7, R8.
         """
-        self._rows.set(self._one_row("row", row), block_ids, None)
+        self._rows.set_row(row, block_ids)
 
     def clear_row(self, row: int) -> None:
         """Make a row empty in every group. Rules: R4, R5."""
-        self._rows.truncate(self._one_row("row", row), 0)
+        self._rows.truncate_row(row, 0)
 
     def clear(self) -> None:
         """Make every row empty. Rules: R4, R5."""
@@ -60,19 +60,19 @@ class RowOperations:
 
     def move_row(self, src: int, dst: int) -> None:
         """Replace row dst by row src and leave src empty; onto itself changes nothing. Rules: R4, R5."""
-        source, target = self._one_row("src", src), self._one_row("dst", dst)
+        source, target = self._rows.one_row("src", src), self._rows.one_row("dst", dst)
         if src != dst:
             self._rows.copy(source, target, vacate=True)
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows; a row with itself changes nothing. Rules: R4."""
-        rows = np.concatenate((self._one_row("a", a), self._one_row("b", b)))
+        rows = np.concatenate((self._rows.one_row("a", a), self._rows.one_row("b", b)))
         if a != b:
             self._rows.copy(rows, rows[::-1], vacate=True)
 
     def copy_row(self, src: int, dst: int) -> None:
         """Replace row dst by row src (a fork): both hold the same ids; onto itself changes nothing. Rules: R4."""
-        source, target = self._one_row("src", src), self._one_row("dst", dst)
+        source, target = self._rows.one_row("src", src), self._rows.one_row("dst", dst)
         if src != dst:
             self._rows.copy(source, target, vacate=False)
 
@@ -85,18 +85,7 @@ class RowOperations:
 
         Rules: R4.
         """
-        rows, num_groups = self._one_row("row", row), len(self.config.groups)
-        if isinstance(num_blocks, Sequence | np.ndarray):
-            kept = int_array("num_blocks", num_blocks)
-            if kept.size != num_groups:
-                raise ArgumentError(
-                    f"num_blocks must be an int, or one for each of the {num_groups} groups; got {kept.size}."
-                )
-            if kept.min() < 0:
-                raise ArgumentError(f"num_blocks must be at least 0, got {kept.min()}.")
-            self._rows.truncate(rows, bounded(kept)[:, None])
-        else:
-            self._rows.truncate(rows, min(non_negative("num_blocks", num_blocks), COUNT_LIMIT))
+        self._rows.truncate_row(row, num_blocks)
 
     def null_range(self, row: int, group: int, start: int, stop: int) -> None:
         """Make manager blocks start .. stop - 1 of a row NULL in one group (eviction); later ones stay.
@@ -106,7 +95,7 @@ class RowOperations:
 
         Rules: R4, R7.
         """
-        rows, index = self._one_row("row", row), self._group_index(group)
+        rows, index = self._rows.one_row("row", row), self._group_index(group)
         bounds = (np.array([int_scalar(name, value)]) for name, value in (("start", start), ("stop", stop)))
         self._rows.null(rows, index, *bounds)
 
@@ -127,7 +116,7 @@ class RowOperations:
 
         Rules: R4, R6, R7, R8.
         """
-        rows, index = self._one_row("row", row), self._group_index(group)
+        rows, index = self._rows.one_row("row", row), self._group_index(group)
         first = ints_per_row("start", [int_scalar("start", start)], 1)
         self._rows.replace(rows, index, first, block_ids, None)
 
@@ -156,7 +145,7 @@ class RowOperations:
 
     def clear_rows(self, rows: Any) -> None:
         """Make many rows empty in every group. Rules: R4, R5."""
-        self._rows.truncate(self._rows.check_rows("rows", rows), 0)
+        self._rows.clear_rows(rows)
 
     def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
         """Keep the first blocks of many rows.
@@ -280,7 +269,7 @@ class RowOperations:
 
         Rules: R2, R4.
         """
-        index, (number,) = self._group_index(group), self._one_row("row", row)
+        index, (number,) = self._group_index(group), self._rows.one_row("row", row)
         return block_ids_of(self.config, self._rows, int(number), index)
 
     def common_blocks(self, rows: Any, group: int) -> int:
@@ -299,9 +288,6 @@ class RowOperations:
         """
         checked = self._rows.check_rows("rows", rows, advice=None)
         return num_common_blocks(self.config, self._rows, checked, self._group_index(group))
-
-    def _one_row(self, name: str, row: Any) -> IntArray:
-        return np.array([row_index(name, row, self.config.num_rows)])
 
     def _group_index(self, group: Any) -> int:
         index = int_scalar("group", group)

@@ -6,11 +6,12 @@ one row of one group; per-cell arrays are `[num_groups, n]` for the n rows of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from blocktable.checks import bounded, ids_per_group, int_array, per_group_counts
+from blocktable.checks import COUNT_LIMIT, bounded, ids_per_group, int_array, non_negative, per_group_counts, row_index
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, ConfigError, DtypeError, RowCapacityError, RowIndexError
 from blocktable.protocols import IntArray, Writes, ranges
@@ -98,7 +99,7 @@ class NumpyRows:
         journal: what differs from the device.
     """
 
-    journal_type: type[Journal] = Journal
+    journal_type: Any = Journal
 
     def __init__(self, config: BlockTableConfig) -> None:
         groups, arena = config.groups, config.arena
@@ -114,7 +115,7 @@ class NumpyRows:
         self.filled: IntArray = arena.view(self._mirror, -1)
         self.committed_filled: IntArray = self.filled.copy()
         # Room for a step that appends to every row: a count and a range of columns for each cell.
-        self.journal: Journal = self.journal_type(4 * arena.num_groups * arena.num_rows + 64)
+        self.journal: Any = self.journal_type(4 * arena.num_groups * arena.num_rows + 64)
         self.columns_per_block: IntArray = _column([group.blocks_per_kv_block for group in groups])
         self._capacity = _column([config.capacity(group) for group in range(len(groups))])
         self._max_columns = self._capacity * self.columns_per_block
@@ -130,7 +131,7 @@ class NumpyRows:
         self._id_limits = [group.block_id_limit for group in groups]
         # Ids that no group refuses, whatever its null block is.
         self._safe_ids = max(0, *(null + 1 for null in self._null_ids)), min(self._id_limits) - 1
-        # What a steady commit may change (R9) is scattered in any case: sending everything may wait.
+        # What a steady commit may change (R9.4) is scattered in any case: sending everything may wait.
         cells = arena.num_groups * arena.num_rows
         steady = arena.num_rows * int(self.columns_per_block.sum()) + cells + sum(arena.widths)
         is_large = arena.size >= BULK_ENTRIES
@@ -152,6 +153,9 @@ class NumpyRows:
         pass
 
     # Checks. Everything below runs before the first entry changes.
+
+    def one_row(self, name: str, row: Any) -> IntArray:
+        return np.array([row_index(name, row, self.arena.num_rows)])
 
     def check_rows(self, name: str, rows: Any, *, advice: str | None = DISTINCT_ROWS) -> IntArray:
         array = int_array(name, rows).astype(np.int64, copy=False)
@@ -250,6 +254,26 @@ class NumpyRows:
 
     # Operations.
 
+    def append_row(self, row: Any, block_ids: Any) -> None:
+        self.append(self.one_row("row", row), block_ids, None)
+
+    def set_row(self, row: Any, block_ids: Any) -> None:
+        self.set(self.one_row("row", row), block_ids, None)
+
+    def truncate_row(self, row: Any, num_blocks: Any) -> None:
+        rows = self.one_row("row", row)
+        if isinstance(num_blocks, Sequence | np.ndarray):
+            kept, num_groups = int_array("num_blocks", num_blocks), self.arena.num_groups
+            if kept.size != num_groups:
+                raise ArgumentError(
+                    f"num_blocks must be an int, or one for each of the {num_groups} groups; got {kept.size}."
+                )
+            if kept.min() < 0:
+                raise ArgumentError(f"num_blocks must be at least 0, got {kept.min()}.")
+            self.truncate(rows, bounded(kept)[:, None])
+        else:
+            self.truncate(rows, min(non_negative("num_blocks", num_blocks), COUNT_LIMIT))
+
     def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
         _require_counts(counts)
         self.append(self.check_rows("rows", rows), block_ids, counts)
@@ -276,6 +300,9 @@ class NumpyRows:
     def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
         checked = self.check_rows("rows", rows)
         self.truncate(checked, per_group_counts("num_blocks", num_blocks, self.arena.num_groups, checked.size))
+
+    def clear_rows(self, rows: Any) -> None:
+        self.truncate(self.check_rows("rows", rows), 0)
 
     def truncate(self, rows: IntArray, num_blocks: IntArray | int) -> None:
         cells = self._first_filled + rows

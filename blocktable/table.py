@@ -560,7 +560,7 @@ class BlockTable(RowOperations, ExportCalls):
 
         Unlike `host_table` it slows no later change down.
         """
-        index, (number,) = self._group_index(group), self._one_row("row", row)
+        index, (number,) = self._group_index(group), self._rows.one_row("row", row)
         filled = self._rows.filled[index, number]
         columns: IntArray = self.config.arena.view(self._rows.mirror, index)[number, :filled].copy()
         return columns
@@ -575,7 +575,7 @@ class BlockTable(RowOperations, ExportCalls):
         Raises:
             BlockTableError: naming the first entry that differs.
 
-        Rules: R5, R9.
+        Rules: R5, R9.1.
         """
         verify(self.config, self.backend, self.store, self._rows)
 

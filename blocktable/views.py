@@ -116,7 +116,7 @@ class BufferViews:
             views.held = None
 
     def block_tables(self, buffers: StepBuffers, batch: Batch) -> tuple[Array, ...]:
-        """Return the batch tables of a batch; with the identity they are the table's own first rows (R10)."""
+        """Return the batch tables of a batch; with the identity they are the table's own first rows (R10.9)."""
         views = self._sets[buffers]
         key = _view_key(batch)
 

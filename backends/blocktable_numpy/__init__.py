@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import PROTOCOL_VERSION, ArgumentError, BlockTableConfig
+from blocktable import PROTOCOL_VERSION, ArgumentError, BlockTableConfig, compiled_step
 from blocktable_numpy.block_store import NumpyBlockStore
+from blocktable_numpy.fused import FusedNumpyStore
 from blocktable_numpy.slot_mapper import NumpySlotMapper
 
 __all__ = ["NumpyBackend", "NumpyBlockStore", "NumpySlotMapper"]
@@ -18,8 +19,13 @@ class NumpyBackend:
 
     name = "numpy"
     protocol_version = PROTOCOL_VERSION
-    capabilities = frozenset({"int32_slots", "exports", "export_parts"})
     description = "numpy (host)"
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What it can do beyond the protocol."""
+        declared = {"int32_slots", "exports", "export_parts"}
+        return frozenset(declared if compiled_step() is None else declared | {"fused_step"})
 
     def why_unavailable(self) -> str | None:
         return None
@@ -27,7 +33,8 @@ class NumpyBackend:
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> NumpyBlockStore:
         if str(device) not in ("None", "cpu"):
             raise ArgumentError(f'The numpy backend runs on the host: device must be None or "cpu", got {device!r}.')
-        return NumpyBlockStore(config)
+        make_step = compiled_step()
+        return NumpyBlockStore(config) if make_step is None else FusedNumpyStore(config, make_step)
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         return NumpySlotMapper(store)

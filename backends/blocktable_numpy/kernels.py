@@ -62,7 +62,6 @@ def gather_block_tables(
     row_starts: Ints,  # [num_groups, max_num_rows] int64, row -> its first entry
     batch_starts: Ints,  # [num_groups, max_num_reqs] int64, batch row -> its first entry
     fillers: Ints,  # [num_groups] int32, what an entry without a block holds
-    is_shown: Ints,  # [num_groups, num_reqs] bool, whether the batch row shows its row already
     held: Ints,  # [num_groups, max_num_reqs] int32, batch row -> columns it holds, written
     batch: Ints,  # [batch_arena.size] int32, written
 ) -> None:
@@ -76,12 +75,13 @@ def gather_block_tables(
     first_columns = np.minimum(first_columns, columns)
     # step 4: store the columns in use, NULL before them
     # A slice for each row: one copy by index arrays takes 16 ms instead of 3 ms for 2,048 rows of 2,000 columns.
-    copies = np.stack((batch_rows, rows, first_columns, columns))[:, ~is_shown]
-    groups = np.nonzero(~is_shown)[0]
-    for (batch_row, row, first, end), group in zip(copies.T.tolist(), groups.tolist(), strict=True):
+    copies = np.stack((batch_rows, rows, first_columns, columns)).reshape(4, -1)
+    for (batch_row, row, first, end), filler in zip(
+        copies.T.tolist(), np.repeat(fillers, num_reqs).tolist(), strict=True
+    ):
         batch[batch_row + first : batch_row + end] = arena[row + first : row + end]
         if first:
-            batch[batch_row : batch_row + first] = fillers[group]
+            batch[batch_row : batch_row + first] = filler
     # step 5: remember how many columns the batch row holds
     held[:, :num_reqs], held[:, num_reqs:] = columns, 0
 

@@ -259,9 +259,10 @@ def compare_block_table(
     """
     wanted, filler = expected.block_tables[group], expected.fillers[group]
     num_reqs, columns = wanted.shape
-    for axis, (size, name) in enumerate(zip(expected.table_shapes[group], ("rows", "columns"), strict=True)):
+    for axis, (name, rule) in enumerate((("rows", "R10.4"), ("columns", "R3"))):
+        size = expected.table_shapes[group][axis]
         if got.ndim != 2 or got.shape[axis] != size:
-            return 1, [Mismatch(f"group {group}, batch table: number of {name}", "R3, R10", size, got.shape[axis])]
+            return 1, [Mismatch(f"group {group}, batch table: number of {name}", rule, size, got.shape[axis])]
     is_right = (
         np.array_equal(got[:num_reqs, :columns], wanted)
         and (got[:num_reqs, columns:] == filler).all()
@@ -273,13 +274,15 @@ def compare_block_table(
     whole[:num_reqs, :columns] = wanted
     wrong = np.argwhere(got != whole)
     return len(wrong), [
-        Mismatch(_name_entry(group, row, column, names), "R10, R11", int(whole[row, column]), int(got[row, column]))
+        Mismatch(*_name_entry(group, row, column, names), int(whole[row, column]), int(got[row, column]))
         for row, column in wrong[:MAX_NAMED].tolist()
     ]
 
 
-def _name_entry(group: int, index: int, column: int, names: BatchNames) -> str:
+def _name_entry(group: int, index: int, column: int, names: BatchNames) -> tuple[str, str]:
+    """Return where an entry of a batch table is, and the rules that it breaks when it is wrong."""
     if index >= names.rows.size:
-        return f"group {group}, batch row {index} (padding), column {column}"
+        return f"group {group}, batch row {index} (padding), column {column}", "R10.3"
     request, row = names.requests[index], names.rows[index]
-    return f"group {group}, request {request} (batch index {index}, row {row}), column {column}"
+    rule = "R10.2" if request < 0 else "R10.1, R11"
+    return f"group {group}, request {request} (batch index {index}, row {row}), column {column}", rule

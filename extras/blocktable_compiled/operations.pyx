@@ -1,0 +1,775 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# cython: freethreading_compatible=True
+# distutils: language=c++
+"""The row operations of a steady step, and the commit of what they change.
+
+Each method does all its checks, and takes all memory it needs, before it changes anything. It returns False, with
+nothing changed, where anything is out of the ordinary: the numpy path then does the work, or raises the sentence that
+explains. Ordinary are exact ints, and lists, tuples, ranges and arrays of any integer dtype and stride; they are copied
+first, so that nothing that happens to them later matters.
+"""
+
+cimport cython
+cimport numpy as cnp
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libcpp.algorithm cimport sort
+from libcpp.vector cimport vector
+
+import numpy as np
+
+cnp.import_array()
+
+cdef extern from *:
+    """
+    #if defined(__GNUC__)
+    #define blocktable_prefetch(address) __builtin_prefetch(address, 1)
+    #else
+    #define blocktable_prefetch(address) ((void)(address))
+    #endif
+    """
+    void blocktable_prefetch(const void* address) noexcept nogil
+    int64_t blocktable_longest "(int64_t)1 << 20"
+
+cdef enum:
+    CHANGES_HEADER = 5
+
+cdef struct Range:
+    int64_t offset
+    int64_t length
+
+
+cdef bint _is_before(const Range& first, const Range& second) noexcept nogil:
+    return first.offset < second.offset
+
+
+cdef class CompiledJournal:
+    """Dirty ranges of the arena, as `blocktable.rows.Journal`.
+
+    Rows that were appended to since the last commit make ranges that no other one overlaps: they need no sorting.
+
+    Attributes:
+        size: ranges.
+    """
+
+    cdef vector[Range] ranges
+    # Which ranges may be grown in place: those that were noted in this epoch.
+    cdef uint64_t epoch
+    cdef bint is_disjoint
+    # The size at which the ranges are disjoint, ascending and do not touch.
+    cdef size_t settled
+
+    def __init__(self, size_t capacity):
+        self.ranges.reserve(capacity)
+        self.epoch = 1
+        self.is_disjoint = True
+
+    @property
+    def size(self):
+        return self.ranges.size()
+
+    def clear(self):
+        """Forget everything: it is on the device."""
+        self.ranges.clear()
+        self.epoch += 1
+        self.is_disjoint = True
+        self.settled = 0
+
+    def mark(self, offsets, lengths):
+        """Add ranges: offsets of any shape, and lengths of the same; of length 0 too."""
+        cdef cnp.ndarray first = np.ascontiguousarray(offsets, np.int64)
+        cdef cnp.ndarray size = np.ascontiguousarray(lengths, np.int64)
+        cdef int64_t n = cnp.PyArray_SIZE(first), i
+        if cnp.PyArray_SIZE(size) != n:
+            raise ValueError("offsets and lengths must be of one shape")
+        cdef int64_t* offset = <int64_t*>cnp.PyArray_DATA(first)
+        cdef int64_t* length = <int64_t*>cnp.PyArray_DATA(size)
+        self.make_room(n)
+        for i in range(n):
+            if length[i]:
+                self.ranges.push_back(Range(offset[i], length[i]))
+                self.is_disjoint = False
+
+    def merge(self):
+        """Return what is dirty as disjoint ascending ranges, [n] int64 each, and keep it in that form."""
+        self.settle()
+        cdef int64_t n = self.ranges.size(), i
+        offsets, lengths = np.empty(n, np.int64), np.empty(n, np.int64)
+        cdef int64_t* offset = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>offsets)
+        cdef int64_t* length = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>lengths)
+        for i in range(n):
+            offset[i], length[i] = self.ranges[i].offset, self.ranges[i].length
+        return offsets, lengths
+
+    cdef int make_room(self, size_t more) except -1:
+        """Merge what is there before it grows: a caller that never commits must not fill the memory."""
+        if self.ranges.size() + more > self.ranges.capacity():
+            self.settle()
+            if self.ranges.size() + more > self.ranges.capacity():
+                self.ranges.reserve(2 * (self.ranges.size() + more))
+        return 0
+
+    cdef void settle(self) noexcept:
+        cdef size_t size = self.ranges.size(), i, last = 0
+        cdef bint is_ascending = True
+        cdef Range* ranges = self.ranges.data()
+        cdef int64_t end
+        if self.settled == size:
+            return
+        for i in range(1, size):
+            if ranges[i].offset < ranges[i - 1].offset:
+                is_ascending = False
+                break
+        if not is_ascending:
+            sort(self.ranges.begin(), self.ranges.end(), &_is_before)
+        for i in range(1, size):
+            end = ranges[i].offset + ranges[i].length
+            if ranges[i].offset <= ranges[last].offset + ranges[last].length:
+                ranges[last].length = max(ranges[last].length, end - ranges[last].offset)
+            else:
+                last += 1
+                ranges[last] = ranges[i]
+        self.ranges.resize(last + 1)
+        self.settled = last + 1
+        self.epoch += 1
+        self.is_disjoint = False  # a count or a row that is noted again may overlap
+
+
+cdef struct Group:
+    int64_t table_start
+    int64_t width
+    int64_t k  # columns of a block
+    int64_t max_columns
+    int64_t id_limit
+    int64_t null_block_id
+    int64_t allow_null
+    int64_t filler
+    # The range of the journal that the last filled count was noted in, and its epoch.
+    uint64_t epoch
+    int64_t counts
+
+cdef struct Cell:
+    # One row of one group that was appended to in this epoch: its count is noted, and this range ends where it ends.
+    uint64_t epoch
+    int64_t tail
+
+ctypedef fused Number:
+    int8_t
+    int16_t
+    int32_t
+    int64_t
+    uint8_t
+    uint16_t
+    uint32_t
+    uint64_t
+
+
+cdef void _copy(Number first, char* data, int64_t stride, int64_t n, int64_t* target) noexcept nogil:
+    cdef int64_t i
+    for i in range(n):
+        target[i] = <int64_t>(<Number*>(data + i * stride))[0]
+
+
+cdef class Operations:
+    """What a table's rows do in a steady step, over the memory that `CompiledRows` owns and this keeps alive.
+
+    Args:
+        mirror: [arena.size] int32.
+        geometry: [num_groups, 8] int64: table_start, width, blocks_per_kv_block, max_columns, id_limit, null_block_id,
+            allow_null, filler.
+        num_rows: rows of the table.
+        journal: what the operations change.
+    """
+
+    cdef CompiledJournal journal
+    cdef object owner
+    cdef int32_t* mirror
+    cdef vector[Group] groups
+    cdef int64_t num_groups, num_rows
+    cdef vector[Cell] cells
+    cdef vector[uint64_t] stamps
+    cdef uint64_t stamp
+    # Copies of a call's arguments: rows; for each group its blocks of each row, or one for all; ids, group after group.
+    cdef vector[int64_t] rows, counts, ids, ends
+    cdef bint has_own_counts
+    cdef vector[int32_t] values
+
+    def __init__(self, cnp.ndarray mirror, cnp.ndarray geometry, int64_t num_rows, CompiledJournal journal):
+        cdef int64_t g
+        cdef int64_t* fields = <int64_t*>cnp.PyArray_DATA(geometry)
+        self.journal, self.owner = journal, mirror
+        self.mirror = <int32_t*>cnp.PyArray_DATA(mirror)
+        self.num_groups, self.num_rows = cnp.PyArray_DIM(geometry, 0), num_rows
+        for g in range(self.num_groups):
+            self.groups.push_back(Group(
+                fields[8 * g], fields[8 * g + 1], fields[8 * g + 2], fields[8 * g + 3], fields[8 * g + 4],
+                fields[8 * g + 5], fields[8 * g + 6], fields[8 * g + 7], 0, 0
+            ))
+        self.cells.resize(self.num_groups * num_rows)
+        self.stamps.resize(num_rows)
+        self.ends.resize(self.num_groups)
+
+    # Operations.
+
+    def append_row(self, row, block_ids):
+        """Add blocks after what a row holds."""
+        return self._take_row(row) and self._take_ids(block_ids) and self._take_own_counts() and self._append()
+
+    def append_rows(self, rows, block_ids, counts):
+        """Add blocks after what many rows hold."""
+        return (
+            self._take_rows(rows) and self._take_counts(counts) and self._take_ids(block_ids) and self._append()
+        )
+
+    def set_row(self, row, block_ids):
+        """Replace what a row holds."""
+        return self._take_row(row) and self._take_ids(block_ids) and self._take_own_counts() and self._set()
+
+    def set_rows(self, rows, block_ids, counts):
+        """Replace what many rows hold."""
+        return self._take_rows(rows) and self._take_counts(counts) and self._take_ids(block_ids) and self._set()
+
+    def truncate_row(self, row, num_blocks):
+        """Keep the first blocks of a row."""
+        self.counts.clear()
+        self.has_own_counts = False
+        return self._take_row(row) and self._take_int(num_blocks, self.counts) and self._truncate()
+
+    def truncate_rows(self, rows, num_blocks):
+        """Keep the first blocks of many rows."""
+        return self._take_rows(rows) and self._take_counts(num_blocks) and self._truncate()
+
+    def clear_rows(self, rows):
+        """Make many rows empty."""
+        if not self._take_rows(rows):
+            return False
+        self.counts.assign(self.rows.size(), 0)
+        self.has_own_counts = False
+        return self._truncate()
+
+    # A commit.
+
+    def pack_changes(self, block, int64_t most):
+        """Lay what has changed out as `Writes.pack_changes` does.
+
+        Args:
+            block: [n] int32, C-contiguous, written.
+            most: entries that may be scattered.
+
+        Returns:
+            int32 entries used, and bytes of the changes as ranges; -1 and 0: they do not fit, or are too many.
+        """
+        cdef CompiledJournal journal = self.journal
+        if not journal.is_disjoint:
+            journal.settle()
+        cdef int64_t n = journal.ranges.size(), i, j, offset, length
+        if n == 0:
+            return 0, 0
+        if not (
+            cnp.PyArray_Check(block) and cnp.PyArray_TYPE(<cnp.ndarray>block) == cnp.NPY_INT32
+            and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>block)
+        ):
+            raise TypeError("block must be a contiguous int32 array")
+        cdef int32_t* target = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>block)
+        cdef Range* ranges = journal.ranges.data()
+        cdef int32_t* mirror = self.mirror
+        cdef int64_t singles = 0, num_ranges = 0, num_values = 0, num_constants = 0, constant_entries = 0
+        for i in range(n):
+            offset, length = ranges[i].offset, ranges[i].length
+            if length == 1:
+                singles += 1
+                blocktable_prefetch(mirror + offset)
+            elif _is_constant(mirror + offset, length):
+                num_constants += 1
+                constant_entries += length
+            else:
+                num_ranges += 1
+                num_values += length
+        if singles + num_values + constant_entries > most:
+            return -1, 0
+        cdef int64_t end = CHANGES_HEADER + 2 * (singles + num_ranges) + num_values + 3 * num_constants
+        if end > cnp.PyArray_SIZE(<cnp.ndarray>block):
+            return -1, 0
+        target[0], target[1], target[2] = <int32_t>singles, <int32_t>num_ranges, <int32_t>num_values
+        target[3], target[4] = <int32_t>num_constants, <int32_t>constant_entries
+        cdef int32_t* single = target + CHANGES_HEADER
+        cdef int32_t* ranged = single + 2 * singles
+        cdef int32_t* value = ranged + 2 * num_ranges
+        cdef int32_t* constant = value + num_values
+        cdef int32_t first_value = 0, first_constant = 0
+        for i in range(n):
+            offset, length = ranges[i].offset, ranges[i].length
+            if length == 1:
+                single[0], single[singles] = <int32_t>offset, mirror[offset]
+                single += 1
+            elif _is_constant(mirror + offset, length):
+                constant[0], constant[num_constants] = <int32_t>offset, first_constant
+                constant[2 * num_constants] = mirror[offset]
+                first_constant += <int32_t>length
+                constant += 1
+            else:
+                ranged[0], ranged[num_ranges] = <int32_t>offset, first_value
+                ranged += 1
+                for j in range(length):
+                    value[first_value + j] = mirror[offset + j]
+                first_value += <int32_t>length
+        return end, 12 * n + 4 * (singles + num_values + constant_entries)
+
+    # Arguments.
+
+    cdef bint _take_int(self, value, vector[int64_t]& target) except -1:
+        cdef int overflow = 0
+        if not PyLong_CheckExact(value):
+            return False
+        target.push_back(PyLong_AsLongLongAndOverflow(value, &overflow))
+        return overflow == 0
+
+    cdef bint _take_ints(self, values, vector[int64_t]& target) except -1:
+        """Add a sequence's ints; False where it is not ordinary."""
+        cdef size_t start = target.size()
+        cdef int64_t n, i, first, step, number
+        cdef int overflow = 0
+        cdef cnp.ndarray array
+        if type(values) is list or type(values) is tuple:
+            # Another thread of a free-threaded build waits here; elsewhere none can run in between.
+            with cython.critical_section(values):
+                n = len(values)
+                if n > blocktable_longest:
+                    return False
+                target.resize(start + n)
+                for i in range(n):
+                    value = (<list>values)[i] if type(values) is list else (<tuple>values)[i]
+                    if not PyLong_CheckExact(value):
+                        return False
+                    target[start + i] = PyLong_AsLongLongAndOverflow(value, &overflow)
+                    if overflow:
+                        return False
+            return True
+        if type(values) is range:
+            if len(values) > blocktable_longest or not -(2**62) < values.start < 2**62:
+                return False
+            n, first = len(values), values.start
+            if n > 1 and not -(2**40) < values.step < 2**40:
+                return False
+            step = values.step if n > 1 else 0
+            target.resize(start + n)
+            for i in range(n):
+                target[start + i] = first + i * step
+            return True
+        if not cnp.PyArray_CheckExact(values):
+            return False
+        array = values
+        if cnp.PyArray_NDIM(array) != 1 or not cnp.PyArray_ISBEHAVED_RO(array):
+            return False
+        return self._take_array(array, 0, target)
+
+    cdef bint _take_array(self, cnp.ndarray array, int64_t line, vector[int64_t]& target) except -1:
+        """Add the ints of one line along an array's last axis; False where they are of another dtype."""
+        cdef int last = cnp.PyArray_NDIM(array) - 1, kind = cnp.PyArray_TYPE(array)
+        cdef int64_t n = cnp.PyArray_DIM(array, last), stride = cnp.PyArray_STRIDE(array, last), i
+        cdef size_t start = target.size()
+        cdef char* data = <char*>cnp.PyArray_DATA(array)
+        if n > blocktable_longest:
+            return False
+        if last:
+            data += line * cnp.PyArray_STRIDE(array, 0)
+        target.resize(start + n)
+        cdef int64_t* found = target.data() + start
+        if kind == cnp.NPY_INT64 or kind == cnp.NPY_LONGLONG:
+            _copy[int64_t](0, data, stride, n, found)
+        elif kind == cnp.NPY_INT32:
+            _copy[int32_t](0, data, stride, n, found)
+        elif kind == cnp.NPY_UINT32:
+            _copy[uint32_t](0, data, stride, n, found)
+        elif kind == cnp.NPY_INT16:
+            _copy[int16_t](0, data, stride, n, found)
+        elif kind == cnp.NPY_UINT16:
+            _copy[uint16_t](0, data, stride, n, found)
+        elif kind == cnp.NPY_INT8:
+            _copy[int8_t](0, data, stride, n, found)
+        elif kind == cnp.NPY_UINT8:
+            _copy[uint8_t](0, data, stride, n, found)
+        elif kind == cnp.NPY_UINT64 or kind == cnp.NPY_ULONGLONG:
+            _copy[uint64_t](0, data, stride, n, found)
+            for i in range(n):
+                if found[i] < 0:  # above 2**63
+                    return False
+        else:
+            return n == 0  # whatever holds no ints is nothing
+        return True
+
+    cdef bint _take_row(self, row) except -1:
+        self.rows.clear()
+        return self._take_int(row, self.rows) and 0 <= self.rows[0] < self.num_rows
+
+    cdef bint _take_rows(self, rows) except -1:
+        """Take distinct rows of the table."""
+        cdef size_t i
+        cdef int64_t row
+        self.rows.clear()
+        if not self._take_ints(rows, self.rows):
+            return False
+        self.stamp += 1
+        for i in range(self.rows.size()):
+            row = self.rows[i]
+            if not 0 <= row < self.num_rows or self.stamps[row] == self.stamp:
+                return False
+            self.stamps[row] = self.stamp
+        return True
+
+    cdef bint _take_counts(self, counts) except -1:
+        """Take one count for each row, or one for each row and group; none below 0."""
+        cdef int64_t g, i
+        self.counts.clear()
+        self.has_own_counts = False
+        if (type(counts) is list or type(counts) is tuple) and len(counts) and not PyLong_CheckExact(counts[0]):
+            if len(counts) != self.num_groups:
+                return False
+            self.has_own_counts = True
+            for line in counts:
+                g = self.counts.size()
+                if not self._take_ints(line, self.counts) or self.counts.size() - g != self.rows.size():
+                    return False
+        elif cnp.PyArray_CheckExact(counts) and cnp.PyArray_NDIM(<cnp.ndarray>counts) == 2:
+            if not cnp.PyArray_ISBEHAVED_RO(<cnp.ndarray>counts):
+                return False
+            if cnp.PyArray_DIM(<cnp.ndarray>counts, 0) != self.num_groups:
+                return False
+            self.has_own_counts = True
+            for g in range(self.num_groups):
+                if not self._take_array(counts, g, self.counts):
+                    return False
+        elif not self._take_ints(counts, self.counts):
+            return False
+        if self.counts.size() != self.rows.size() * (self.num_groups if self.has_own_counts else 1):
+            return False
+        for i in range(<int64_t>self.counts.size()):
+            if self.counts[i] < 0:
+                return False
+        return True
+
+    cdef bint _take_own_counts(self) except -1:
+        """Take for the one row's count how many ids each group has."""
+        cdef int64_t g
+        self.counts.clear()
+        self.has_own_counts = True
+        for g in range(self.num_groups):
+            self.counts.push_back(self.ends[g] - (self.ends[g - 1] if g else 0))
+        return True
+
+    cdef bint _take_ids(self, block_ids) except -1:
+        """Take the ids of every group; `ends` says where each group's end."""
+        cdef int64_t g
+        cdef cnp.ndarray array
+        self.ids.clear()
+        if type(block_ids) is list or type(block_ids) is tuple:
+            if len(block_ids) == 0:
+                self.ends.assign(self.num_groups, 0)
+                return True
+            if self.num_groups == 1 and PyLong_CheckExact(block_ids[0]):
+                if not self._take_ints(block_ids, self.ids):
+                    return False
+                self.ends[0] = self.ids.size()
+                return self._are_ids_valid()
+            if len(block_ids) != self.num_groups:
+                return False
+            g = 0
+            for line in tuple(block_ids):
+                if line is not None and not self._take_ints(line, self.ids):
+                    return False
+                self.ends[g] = self.ids.size()
+                g += 1
+            return self._are_ids_valid()
+        if block_ids is None:
+            self.ends.assign(self.num_groups, 0)
+            return True
+        if cnp.PyArray_CheckExact(block_ids) and cnp.PyArray_NDIM(<cnp.ndarray>block_ids) == 2:
+            array = block_ids
+            if cnp.PyArray_DIM(array, 0) != self.num_groups or not cnp.PyArray_ISBEHAVED_RO(array):
+                return False
+            for g in range(self.num_groups):
+                if not self._take_array(array, g, self.ids):
+                    return False
+                self.ends[g] = self.ids.size()
+            return self._are_ids_valid()
+        if self.num_groups != 1 or not self._take_ints(block_ids, self.ids):
+            return False
+        self.ends[0] = self.ids.size()
+        return self._are_ids_valid()
+
+    cdef bint _are_ids_valid(self) noexcept:
+        cdef int64_t g, i = 0, block_id
+        for g in range(self.num_groups):
+            while i < self.ends[g]:
+                block_id = self.ids[i]
+                if block_id == self.groups[g].null_block_id:
+                    if not self.groups[g].allow_null:
+                        return False
+                elif not 0 <= block_id < self.groups[g].id_limit:
+                    return False
+                i += 1
+        return True
+
+    # Changes. Everything was checked but what the rows can hold; what may raise comes before the first store.
+
+    cdef int64_t _count_of(self, int64_t g, int64_t i) noexcept:
+        """Blocks of a row in a group: none where nothing was given for the group."""
+        if self.ends[g] == (self.ends[g - 1] if g else 0):
+            return 0
+        return self.counts[g * <int64_t>self.rows.size() + i if self.has_own_counts else i]
+
+    cdef bint _fits(self, bint is_added) noexcept:
+        """Whether every row has room for its blocks, and the counts of each group add up to its ids."""
+        cdef int64_t n = self.rows.size(), g, i, count, total, used
+        for g in range(self.num_groups):
+            total = 0
+            for i in range(n):
+                count = self._count_of(g, i)
+                used = self.mirror[g * self.num_rows + self.rows[i]] if is_added else 0
+                if count > (self.groups[g].max_columns - used) // self.groups[g].k:
+                    return False
+                total += count
+            if total != self.ends[g] - (self.ends[g - 1] if g else 0):
+                return False
+        return True
+
+    cdef bint _append(self) except -1:
+        if self.ids.empty():
+            return self.rows.size() == self.counts.size() or self.has_own_counts
+        if not self._fits(True):
+            return False
+        cdef int64_t n = self.rows.size(), g, i, cell, count, entry
+        cdef CompiledJournal journal = self.journal
+        cdef int64_t* next_id = self.ids.data()
+        journal.make_room(2 * n * self.num_groups)
+        for g in range(self.num_groups):
+            for i in range(n):
+                if self._count_of(g, i):
+                    self._note_count(g, self.rows[i])
+                    cell = g * self.num_rows + self.rows[i]
+                    entry = self.groups[g].table_start + self.rows[i] * self.groups[g].width + self.mirror[cell]
+                    blocktable_prefetch(self.mirror + entry)
+        for g in range(self.num_groups):
+            for i in range(n):
+                count = self._count_of(g, i)
+                if count:
+                    cell = g * self.num_rows + self.rows[i]
+                    entry = self.groups[g].table_start + self.rows[i] * self.groups[g].width + self.mirror[cell]
+                    self._note_tail(cell, entry, count * self.groups[g].k)
+                    self._expand(g, next_id, count, self.mirror + entry)
+                    self.mirror[cell] += <int32_t>(count * self.groups[g].k)
+                    next_id += count
+        return True
+
+    cdef void _note_count(self, int64_t g, int64_t row) noexcept:
+        """Note a filled count, of which a row that was appended to in this epoch has noted its own."""
+        cdef CompiledJournal journal = self.journal
+        cdef int64_t cell = g * self.num_rows + row
+        cdef Group* group = &self.groups[g]
+        if self.cells[cell].epoch == journal.epoch:
+            return
+        self.cells[cell] = Cell(journal.epoch, -1)
+        if group.epoch == journal.epoch:
+            if journal.ranges[group.counts].offset + journal.ranges[group.counts].length == cell:
+                journal.ranges[group.counts].length += 1
+                return
+        group.epoch, group.counts = journal.epoch, journal.ranges.size()
+        journal.ranges.push_back(Range(cell, 1))
+
+    cdef void _note_tail(self, int64_t cell, int64_t entry, int64_t columns) noexcept:
+        """Note the columns that an append adds."""
+        cdef CompiledJournal journal = self.journal
+        cdef int64_t tail = self.cells[cell].tail
+        if tail >= 0 and journal.ranges[tail].offset + journal.ranges[tail].length == entry:
+            journal.ranges[tail].length += columns
+            return
+        self.cells[cell].tail = journal.ranges.size()
+        journal.ranges.push_back(Range(entry, columns))
+
+    cdef void _expand(self, int64_t g, const int64_t* ids, int64_t count, int32_t* target) noexcept:
+        """Write blocks as kernel blocks (R2)."""
+        cdef int64_t i, part, k = self.groups[g].k
+        for i in range(count):
+            for part in range(k):
+                if ids[i] == self.groups[g].null_block_id:
+                    target[i * k + part] = <int32_t>self.groups[g].filler
+                else:
+                    target[i * k + part] = <int32_t>(ids[i] * k + part)
+
+    cdef bint _set(self) except -1:
+        if not self._fits(False):
+            return False
+        cdef int64_t n = self.rows.size(), g, i, cell, count, columns, filled, start, most = 0
+        cdef int64_t* next_id = self.ids.data()
+        cdef bint is_fresh = True
+        for g in range(self.num_groups):
+            for i in range(n):
+                is_fresh = is_fresh and self.mirror[g * self.num_rows + self.rows[i]] == 0
+                count = self._count_of(g, i)
+                most += 2 + count * self.groups[g].k
+        self.journal.make_room(2 * n * self.num_groups if is_fresh else most)
+        for g in range(self.num_groups):
+            for i in range(n):
+                count = self._count_of(g, i)
+                columns = count * self.groups[g].k
+                cell = g * self.num_rows + self.rows[i]
+                filled = self.mirror[cell]
+                start = self.groups[g].table_start + self.rows[i] * self.groups[g].width
+                if columns != filled:
+                    self._note(cell, 1)
+                if is_fresh:
+                    self._note(start, columns)
+                    self._expand(g, next_id, count, self.mirror + start)
+                else:
+                    self._exchange(g, next_id, count, start)
+                self.mirror[cell] = <int32_t>columns
+                self._null(g, start + columns, filled - columns)
+                next_id += count
+        return True
+
+    cdef void _exchange(self, int64_t g, const int64_t* ids, int64_t count, int64_t start) noexcept:
+        """Write blocks over what stands there, and note the entries that differ."""
+        cdef int64_t i, part, k = self.groups[g].k, entry = start, first = -1
+        cdef int32_t value
+        for i in range(count):
+            for part in range(k):
+                value = <int32_t>(ids[i] * k + part)
+                if ids[i] == self.groups[g].null_block_id:
+                    value = <int32_t>self.groups[g].filler
+                if self.mirror[entry] != value:
+                    first = entry if first < 0 else first
+                    self.mirror[entry] = value
+                elif first >= 0:
+                    self._note(first, entry - first)
+                    first = -1
+                entry += 1
+        if first >= 0:
+            self._note(first, entry - first)
+
+    cdef bint _truncate(self) except -1:
+        cdef int64_t n = self.rows.size(), g, i, cell, columns, filled, k, kept
+        for i in range(<int64_t>self.counts.size()):
+            if self.counts[i] < 0:
+                return False
+        self.journal.make_room(2 * n * self.num_groups)
+        for g in range(self.num_groups):
+            k = self.groups[g].k
+            for i in range(n):
+                cell = g * self.num_rows + self.rows[i]
+                filled = self.mirror[cell]
+                kept = self.counts[g * n + i if self.has_own_counts else i]
+                columns = min(kept, self.groups[g].max_columns // k) * k
+                if columns < filled:
+                    self._note(cell, 1)
+                    self.mirror[cell] = <int32_t>columns
+                    self._null(
+                        g, self.groups[g].table_start + self.rows[i] * self.groups[g].width + columns, filled - columns
+                    )
+        return True
+
+    cdef void _null(self, int64_t g, int64_t entry, int64_t columns) noexcept:
+        cdef int64_t i
+        if columns > 0:
+            self._note(entry, columns)
+            for i in range(entry, entry + columns):
+                self.mirror[i] = <int32_t>self.groups[g].filler
+
+    cdef void _note(self, int64_t offset, int64_t length) noexcept:
+        """Note a range that others may overlap."""
+        if length:
+            self.journal.ranges.push_back(Range(offset, length))
+            self.journal.is_disjoint = False
+
+
+cdef bint _is_constant(const int32_t* values, int64_t n) noexcept nogil:
+    cdef int64_t i
+    for i in range(1, n):
+        if values[i] != values[0]:
+            return False
+    return True
+
+
+def append_equally(
+    cnp.ndarray rows,
+    cnp.ndarray counts,
+    cnp.ndarray ids,
+    cnp.ndarray tables,
+    int64_t num_rows,
+    cnp.ndarray mirror,
+    cnp.ndarray offsets,
+    cnp.ndarray lengths,
+    cnp.ndarray values,
+    int64_t size,
+):
+    """Add blocks to rows of all groups, for the tables of a drop-in, which has checked that there is room.
+
+    The new ranges are disjoint and ascending. All arrays are contiguous.
+
+    Args:
+        rows: [n] int64. Distinct rows of the table.
+        counts: [n] int64. Blocks of each row, in every group; at least 1.
+        ids: [sum(counts) * num_groups] int32. Row after row, in it group after group; any int32.
+        tables: [num_groups, 3] int64: table_start, width, blocks_per_kv_block.
+        num_rows: rows of the table.
+        mirror: [arena.size] int32, written; its entries may be any int32.
+        offsets: [journal_size] int64. A journal, written.
+        lengths: [journal_size] int64 or int32.
+        values: [n * num_groups + columns appended] int32, written: what the new ranges hold; or [0].
+        size: ranges in the journal.
+
+    Returns:
+        The journal's size; -1 with nothing changed where it has no room.
+    """
+    cdef int64_t n = cnp.PyArray_SIZE(rows), num_groups = cnp.PyArray_DIM(tables, 0), g, i, j, part
+    cdef int64_t next_range = size + n * num_groups, next_value = n * num_groups, next_count = 0
+    cdef bint has_values = cnp.PyArray_SIZE(values) > 0, are_short = cnp.PyArray_TYPE(lengths) == cnp.NPY_INT32
+    cdef int64_t* row_of = <int64_t*>cnp.PyArray_DATA(rows)
+    cdef int64_t* count_of = <int64_t*>cnp.PyArray_DATA(counts)
+    cdef int32_t* id_of = <int32_t*>cnp.PyArray_DATA(ids)
+    cdef int64_t* table = <int64_t*>cnp.PyArray_DATA(tables)
+    cdef int32_t* entries = <int32_t*>cnp.PyArray_DATA(mirror)
+    cdef int64_t* offset = <int64_t*>cnp.PyArray_DATA(offsets)
+    cdef char* length = <char*>cnp.PyArray_DATA(lengths)
+    cdef int32_t* value = <int32_t*>cnp.PyArray_DATA(values)
+    cdef int64_t row, count, cell, entry, k, first_id, range_of
+    cdef vector[Range] order  # rows ascending, with the first id of each
+    if size + 2 * n * num_groups > cnp.PyArray_SIZE(offsets):
+        return -1
+    order.reserve(n)
+    first_id = 0
+    for i in range(n):
+        order.push_back(Range(row_of[i], i))
+    cdef vector[int64_t] first_ids
+    first_ids.reserve(n)
+    for i in range(n):
+        first_ids.push_back(first_id)
+        first_id += count_of[i]
+    sort(order.begin(), order.end(), &_is_before)
+    for g in range(num_groups):
+        k = table[3 * g + 2]
+        for i in range(n):
+            row, j = order[i].offset, order[i].length
+            count, cell = count_of[j], g * num_rows + row
+            entry = table[3 * g] + row * table[3 * g + 1] + entries[cell]
+            for range_of in range(2):
+                part = next_range if range_of else size
+                offset[part] = entry if range_of else cell
+                if are_short:
+                    (<int32_t*>length)[part] = <int32_t>(count * k if range_of else 1)
+                else:
+                    (<int64_t*>length)[part] = count * k if range_of else 1
+            size += 1
+            next_range += 1
+            first_id = first_ids[j] * num_groups + g * count
+            for j in range(first_id, first_id + count):
+                for part in range(k):
+                    entries[entry] = <int32_t>(<int64_t>id_of[j] * k + part)
+                    if has_values:
+                        value[next_value] = entries[entry]
+                        next_value += 1
+                    entry += 1
+            entries[cell] += <int32_t>(count * k)
+            if has_values:
+                value[next_count] = entries[cell]
+                next_count += 1
+    return next_range
