@@ -26,7 +26,7 @@ Inputs = tuple[Any, tuple[Any, ...], tuple[int | None, ...]]
 Reader = Callable[[Any], tuple[Any, int | None, int | None]]
 """Array -> its kind, length and address."""
 
-_READERS: dict[type, Reader | None] = {}
+_READERS: dict[type, Reader] = {}
 _TENSORS: dict[type, Callable[[], AbstractContextManager[Any]]] = {}
 """torch.Tensor, once there has been one -> what keeps torch's modes out."""
 
@@ -65,26 +65,10 @@ def read_step(arrays: tuple[Any, Any, Any, Any]) -> Inputs:
 def read_each(arrays: tuple[Any, ...]) -> Inputs:
     """Return what any arrays are."""
     try:
-        with torch_modes_off():
-            return _read_each(arrays)
+        found = [(_READERS.get(type(array)) or _find_reader(type(array)))(array) for array in arrays]
     except (AttributeError, KeyError, RuntimeError, TypeError):  # the checks say what is wrong
         return _unknown(arrays)
-
-
-def _read_each(arrays: tuple[Any, ...]) -> Inputs:
-    kinds: list[Any] = []
-    lengths: list[int | None] = []
-    addresses: list[int | None] = []
-    for array in arrays:
-        library = type(array)
-        reader = _READERS[library] if library in _READERS else _find_reader(library)
-        if reader is None:
-            return _unknown(arrays)
-        kind, length, address = reader(array)
-        kinds.append((library, kind))
-        lengths.append(length)
-        addresses.append(address)
-    return tuple(kinds), tuple(lengths), tuple(addresses)
+    return tuple([each[0] for each in found]), tuple([each[1] for each in found]), tuple([each[2] for each in found])
 
 
 def _unknown(arrays: tuple[Any, ...]) -> Inputs:
@@ -113,17 +97,20 @@ def without_torch_modes(function: Callable[Arguments, Result]) -> Callable[Argum
     return call
 
 
-def _find_reader(library: type) -> Reader | None:
-    """Choose how arrays of a type are read, and remember it."""
+def _find_reader(library: type) -> Reader:
+    """Choose how arrays of a type are read, and remember it.
+
+    Raises:
+        TypeError: nobody knows.
+    """
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    reader: Reader | None = None
     if library is type(None):
         reader = _read_nothing
     elif issubclass(library, np.ndarray):  # of the host, or of an emulated device
         reader = _read_numpy
     elif torch is not None and issubclass(library, torch.Tensor):
         _TENSORS[library] = torch._C.DisableTorchFunction
-        reader = _read_tensor
+        reader = _read_torch
     elif all(hasattr(library, name) for name in ("data_ptr", "numel", "stride")):  # what speaks like torch
         reader = _read_tensor
     elif cupy is not None and issubclass(library, cupy.ndarray):
@@ -132,33 +119,40 @@ def _find_reader(library: type) -> Reader | None:
         reader = _read_numba
     elif hasattr(library, "__cuda_array_interface__"):
         reader = _read_interface
+    else:
+        raise TypeError(library)
     _READERS[library] = reader
     return reader
 
 
-def _read_nothing(array: None) -> tuple[Any, int | None, int | None]:
+def _read_nothing(array: Any) -> tuple[Any, int | None, int | None]:
     return None, None, None
 
 
 def _read_numpy(array: Any) -> tuple[Any, int | None, int | None]:
-    return (array.ndim, array.flags.num, array.dtype), array.size, None
+    return (type(array), array.ndim, array.flags.num, array.dtype), array.size, None
+
+
+def _read_torch(array: Any) -> tuple[Any, int | None, int | None]:
+    with _TENSORS[type(array)]():
+        return _read_tensor(array)
 
 
 def _read_tensor(array: Any) -> tuple[Any, int | None, int | None]:
-    return (array.stride(), array.dtype, array.device), array.numel(), array.data_ptr()
+    return (type(array), array.stride(), array.dtype, array.device), array.numel(), array.data_ptr()
 
 
 def _read_cupy(array: Any) -> tuple[Any, int | None, int | None]:
     memory = array.data
-    return (array.strides, array.dtype, memory.device_id), array.size, memory.ptr
+    return (type(array), array.strides, array.dtype, memory.device_id), array.size, memory.ptr
 
 
 def _read_numba(array: Any) -> tuple[Any, int | None, int | None]:
-    return (array.strides, array.dtype), array.size, array.device_ctypes_pointer.value or 0
+    return (type(array), array.strides, array.dtype), array.size, array.device_ctypes_pointer.value or 0
 
 
 def _read_interface(array: Any) -> tuple[Any, int | None, int | None]:
     interface = array.__cuda_array_interface__
     shape, strides = interface["shape"], interface.get("strides")
     length = shape[0] if len(shape) == 1 else None
-    return (len(shape), strides and tuple(strides), interface["typestr"]), length, interface["data"][0]
+    return (type(array), len(shape), strides and tuple(strides), interface["typestr"]), length, interface["data"][0]

@@ -15,7 +15,7 @@ from blocktable.errors import ConfigError, DtypeError, UnsupportedError
 from blocktable.export_calls import ExportCalls
 from blocktable.exports import ExportSets, check_groups
 from blocktable.host_path import make_rows
-from blocktable.inputs import Inputs, read_each, read_step, without_torch_modes
+from blocktable.inputs import Inputs, read_each, read_step, torch_modes_off, without_torch_modes
 from blocktable.inspection import SlotLocation, locate, verify
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
@@ -339,7 +339,8 @@ class BlockTable(RowOperations, ExportCalls):
                 self.num_bytes_sent += num_bytes
                 self._num_commits += num_bytes > 0
         else:
-            self._run_batch(plan.batch(arrays), self.buffers if out is None else out, handle)
+            with torch_modes_off():
+                self._run_batch(plan.batch(arrays), self.buffers if out is None else out, handle)
         if plan.wants_tables:
             if plan.has_addresses:
                 views.held = (plan.num_reqs, addresses[0]), addresses[1]
@@ -348,7 +349,6 @@ class BlockTable(RowOperations, ExportCalls):
             views.held_commits = self._num_commits
         return handle
 
-    @without_torch_modes
     def _run_batch(self, batch: Batch, buffers: StepBuffers, stream: int | None) -> None:
         """Commit, and do a step over a backend that prepares nothing."""
         if self._is_fused:
