@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import call
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -13,17 +12,20 @@ from blocktable.config import BlockTableConfig, SlotDtype
 from blocktable.errors import ArgumentError, DtypeError
 from blocktable.exports import Export
 from blocktable.host_path import HostPath
+from blocktable.inputs import Inputs, without_torch_modes
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Backend, Batch, ExportBuffers, Step, StepBuffers
-from blocktable.streams import stream_owner
-from blocktable.views import BufferViews, Views, batch_key
+from blocktable.streams import current_stream_getter, stream_owner
+from blocktable.views import BufferViews
+
+MAX_KINDS = 64
+"""Kinds of arrays that are remembered as right; an engine has one or two."""
 
 
 class PlannedExport(NamedTuple):
-    """One export of a step: what to write where, and what the caller is given. No buffers: nothing is launched."""
+    """One export: what to write where, and what the caller is given. No buffers: nothing is launched."""
 
     layout: Layout
-    batch: Batch
     buffers: ExportBuffers | None
     result: Export
 
@@ -33,68 +35,53 @@ SeqLens = Any
 
 
 class StepPlan:
-    """What a step over the same arrays and sizes as the last one may use again: checked inputs, and what it returns.
+    """What steps over inputs of one form, with one choice of sizes and one set of buffers, have in common.
+
+    It holds no array of the caller's, whose memory would otherwise not be free for the next step's, and not the set.
 
     Args:
-        batch: the inputs.
-        buffers: the set that is written.
-        views: what is known of that set.
+        batch: the first batch.
         step: what is returned.
-        sizes: everything else that the plan was made for.
-        seq_lens: as given: None, one array for all groups, or one for each.
+        prepared: what a `PreparingStore` has made of the form.
+        current_stream: says the current stream of the library that made `positions`. None: the table knows.
+        has_addresses: whether the arrays that tables are gathered by say their addresses.
 
     Attributes:
+        has_padding_rows: whether rows of the table itself are padding: what they hold must be looked at each time.
         exports: what is exported after the step.
-        held: the batch that the set then holds, as `batch_key` names it.
     """
 
     __slots__ = (
-        *("batch", "buffers", "expected", "exports", "held", "is_reusable"),
-        *("probes", "seq_lens", "sizes", "step", "views"),
+        *("current_stream", "exports", "has_addresses", "has_padding_rows", "num_positions", "num_reqs"),
+        *("num_reqs_padded", "prepared", "step", "wants_tables"),
     )
 
     def __init__(
-        self, batch: Batch, buffers: StepBuffers, views: Views, step: Step, sizes: Any, seq_lens: SeqLens = None
-    ) -> None:
-        self.batch: Batch = batch
-        self.buffers: StepBuffers = buffers
-        self.views: Views = views
-        self.step: Step = step
-        self.sizes = sizes
-        self.seq_lens: SeqLens = seq_lens
-        self.exports: tuple[PlannedExport, ...] = ()
-        self.held: tuple[Any, Any] | None = batch_key(batch) if batch.wants_tables else None
-        lengths = seq_lens if isinstance(seq_lens, tuple) else (seq_lens,)
-        inputs = (batch.idx_mapping, batch.query_start_loc, batch.positions, batch.num_computed_tokens, *lengths)
-        given: list[Any] = [batch.idx_mapping, *(array for array in inputs[1:] if array is not None)]
-        # torch tensors only, whose length and address are cheap to ask for: the caller may resize one in place, or give
-        # it other memory. With the identity the padding rows must be looked at each time.
-        self.is_reusable: bool = all(hasattr(array, "numel") and hasattr(array, "data_ptr") for array in given)
-        self.probes: list[Callable[[], int]] = []
-        if self.is_reusable:
-            self.probes = [probe for array in given for probe in (array.numel, array.data_ptr)]
-        self.expected: list[int] = [*map(call, self.probes)]
-
-    def serves(
         self,
-        idx_mapping: Any,
-        query_start_loc: Any,
-        positions: Any,
-        num_computed_tokens: Any,
-        seq_lens: Any,
-        sizes: Any,
-    ) -> bool:
-        """Say whether these are the arrays and sizes that it was made for."""
-        batch = self.batch
-        return (
-            positions is batch.positions
-            and idx_mapping is batch.idx_mapping
-            and query_start_loc is batch.query_start_loc
-            and num_computed_tokens is batch.num_computed_tokens
-            and seq_lens is self.seq_lens
-            and self.is_reusable
-            and sizes == self.sizes
-            and [*map(call, self.probes)] == self.expected
+        batch: Batch,
+        step: Step,
+        prepared: Any,
+        current_stream: Callable[[], int | None] | None,
+        *,
+        has_addresses: bool,
+    ) -> None:
+        self.num_reqs: int = batch.num_reqs
+        self.num_reqs_padded: int = batch.num_reqs_padded
+        self.num_positions: int = batch.num_positions
+        self.wants_tables: bool = batch.wants_tables
+        self.has_padding_rows: bool = batch.idx_mapping is None and batch.num_reqs_padded > batch.num_reqs
+        self.step: Step = step
+        self.prepared: Any = prepared
+        self.current_stream: Callable[[], int | None] | None = current_stream
+        self.has_addresses: bool = has_addresses
+        self.exports: tuple[PlannedExport, ...] = ()
+
+    def batch(self, arrays: Sequence[Array | None], seq_lens: Array | None = None) -> Batch:
+        """Return the batch of a step. arrays: in the order of `STEP_INPUTS`."""
+        idx_mapping, num_computed_tokens, query_start_loc, positions = arrays
+        return Batch(
+            *(idx_mapping, query_start_loc, positions, self.num_reqs, self.num_reqs_padded, num_computed_tokens),
+            *(self.num_positions, self.wants_tables, seq_lens),
         )
 
 
@@ -114,8 +101,65 @@ class BatchChecks:
         has_streams = "streams" in backend.capabilities
         self._is_emulated = bool(getattr(backend, "is_emulated", False))
         self._is_on_host = not has_streams or self._is_emulated
+        # With an idx_mapping, and with the identity.
+        self._most_padded = config.max_num_reqs, min(config.max_num_reqs, config.num_rows)
         self._has_numpy_arrays = isinstance(sample, np.ndarray)
         self._owner = stream_owner(sample)
+        self._taken: dict[Any, Callable[[], int | None] | None] = {}
+
+    def step(
+        self, arrays: Sequence[Array | None], inputs: Inputs, num_reqs_padded: int | None, seq_lens: SeqLens
+    ) -> tuple[Batch, Callable[[], int | None] | None]:
+        """Return the inputs of a step as a batch, and what says the current stream of who made `positions`, if known.
+
+        Args:
+            arrays: in the order of `STEP_INPUTS`.
+            inputs: what they are.
+            num_reqs_padded, seq_lens: as given.
+
+        Raises:
+            ArgumentError, DtypeError: as `batch`.
+        """
+        idx_mapping, num_computed_tokens, query_start_loc, positions = arrays
+        kinds, (num_mapped, num_computed, num_starts, num_positions), _ = inputs
+        if seq_lens is None and kinds in self._taken:  # then sizes are all that can be wrong
+            num_reqs = num_starts - 1
+            padded = num_reqs if num_reqs_padded is None else num_reqs_padded
+            if (
+                num_reqs >= 0
+                and num_mapped in (None, num_reqs)
+                and num_computed in (None, num_reqs)
+                and type(padded) is int
+                and num_reqs <= padded <= self._most_padded[idx_mapping is None]
+            ):
+                if idx_mapping is None and padded > num_reqs:
+                    self.require_empty_rows(num_reqs, padded, will_commit=True)
+                wants_tables = idx_mapping is not None or (num_computed is not None and self._has_windows)
+                sizes = num_reqs, padded, num_computed_tokens, num_positions, wants_tables
+                return Batch(idx_mapping, query_start_loc, positions, *sizes), self._taken[kinds]
+        return self._checked_step(arrays, inputs, num_reqs_padded, seq_lens)
+
+    @without_torch_modes
+    def _checked_step(
+        self, arrays: Sequence[Array | None], inputs: Inputs, num_reqs_padded: int | None, seq_lens: SeqLens
+    ) -> tuple[Batch, Callable[[], int | None] | None]:
+        idx_mapping, num_computed_tokens, query_start_loc, positions = arrays
+        require_tokens(query_start_loc, positions)
+        first_lens = seq_lens[0] if isinstance(seq_lens, tuple) else seq_lens
+        batch = self.batch(
+            *(idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, first_lens),
+            will_commit=True,
+        )
+        self.seq_lens(seq_lens, batch.num_reqs)
+        owner = stream_owner(positions)
+        getter = None if owner is None else current_stream_getter(owner)
+        kinds, lengths, _ = inputs
+        # An array of one entry is contiguous whatever its stride is.
+        if kinds is not None and all(length is None or length > 1 for length in lengths):
+            if len(self._taken) >= MAX_KINDS:
+                self._taken.clear()
+            self._taken[kinds] = getter
+        return batch, getter
 
     def batch(
         self,
@@ -166,7 +210,7 @@ class BatchChecks:
                 "the batch is the table's own first rows; pass an idx_mapping."
             )
         if idx_mapping is None and padded > requests:
-            self._require_empty_rows(requests, padded, will_commit=will_commit)
+            self.require_empty_rows(requests, padded, will_commit=will_commit)
         for array in (idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens, first_tokens):
             if not is_host_call:
                 self.require_device(array)
@@ -250,7 +294,8 @@ class BatchChecks:
         if owner is not None and self._owner is not None and owner[1] != self._owner[1]:
             raise ArgumentError(f"An array on device {owner[1]} was given to a table on device {self._owner[1]}.")
 
-    def _require_empty_rows(self, start: int, stop: int, *, will_commit: bool) -> None:
+    def require_empty_rows(self, start: int, stop: int, *, will_commit: bool) -> None:
+        """Refuse rows that are padding where they hold blocks, now or as of the last commit."""
         occupied = np.flatnonzero(self._rows.filled[:, start:stop].any(0))
         if occupied.size:
             raise ArgumentError(

@@ -21,6 +21,7 @@ from blocktable.exports import (
 )
 from blocktable.host_exports import check_capacity, export_on_host
 from blocktable.host_path import HostPath
+from blocktable.inputs import without_torch_modes
 from blocktable.layouts import Layout, find_layout
 from blocktable.protocols import Array, Backend, Batch, BlockStore, ExportBuffers, StepBuffers
 from blocktable.views import BufferViews
@@ -58,6 +59,7 @@ class ExportCalls:
     def _group_index(self, group: int) -> int:
         raise NotImplementedError
 
+    @without_torch_modes
     def create_export(
         self,
         layout: str | Layout,
@@ -92,6 +94,7 @@ class ExportCalls:
         self._exports.refuse_capture(found, self._stream(None, None))
         return self._exports.create(found, chosen, capacity, max_batch)
 
+    @without_torch_modes
     def export(
         self,
         layout: str | Layout,
@@ -173,7 +176,7 @@ class ExportCalls:
             self._views.require_held(buffers, batch, self._num_commits, found, chosen)
         else:
             check_capacity(self.config, self._rows.committed_filled, batch, planned.buffers)
-        self._run_export(planned, handle)
+        self._run_export(planned, batch, handle)
         return planned.result
 
     def export_host(
@@ -232,6 +235,7 @@ class ExportCalls:
         except MemoryError as error:
             raise ArgumentError(f"{found.name!r} of this batch does not fit the host's memory: {error}") from error
 
+    @without_torch_modes
     def map_positions(
         self, rows: Array, group: int, positions: Array, *, out: Array | None = None, stream: Any = None
     ) -> Array:
@@ -310,7 +314,7 @@ class ExportCalls:
         buffers = self._buffers(out)
         if batch.first_tokens is None and self._exports.is_batch_table(layout, groups):
             tables = self._views.block_tables(buffers, batch)
-            return PlannedExport(layout, batch, None, self._exports.batch_tables(layout, groups, buffers, tables))
+            return PlannedExport(layout, None, self._exports.batch_tables(layout, groups, buffers, tables))
         target = self._exports.find(layout, groups, buffers)
         if target is None:
             self._exports.refuse_capture(layout, stream)
@@ -319,11 +323,11 @@ class ExportCalls:
         return self._planned(layout, batch, target, num_tokens)
 
     def _planned(self, layout: Layout, batch: Batch, out: ExportBuffers, num_tokens: int | None) -> PlannedExport:
-        return PlannedExport(layout, batch, out, self._exports.view(out, batch.num_reqs_padded, num_tokens))
+        return PlannedExport(layout, out, self._exports.view(out, batch.num_reqs_padded, num_tokens))
 
-    def _run_export(self, planned: PlannedExport, stream: int | None) -> None:
+    def _run_export(self, planned: PlannedExport, batch: Batch, stream: int | None) -> None:
         if planned.buffers is not None and planned.layout.kind != "placeholder":
-            self.store.export(planned.layout, planned.batch, planned.buffers, stream=stream)  # type: ignore[attr-defined]
+            self.store.export(planned.layout, batch, planned.buffers, stream=stream)  # type: ignore[attr-defined]
 
 
 def _on_host(name: str, array: Any) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from blocktable.batches import SeqLens
+from blocktable.batches import SeqLens, StepPlan
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError
 from blocktable.exports import Export
 from blocktable.layouts import LOCAL_LENGTHS, Layout, find_layout
-from blocktable.protocols import Array, Batch, Step
+from blocktable.protocols import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +127,9 @@ def lengths_per_group(config: BlockTableConfig, seq_lens: Any) -> tuple[SeqLens,
     return tuple(seq_lens), tuple(first_with)
 
 
-def as_before(seq_lens: SeqLens, before: SeqLens) -> SeqLens:
-    """Return the tuple that was given before where this one holds the same arrays: a plan knows it by identity."""
-    is_same = isinstance(seq_lens, tuple) and isinstance(before, tuple) and [*map(id, seq_lens)] == [*map(id, before)]
-    return before if is_same else seq_lens
-
-
 def lengths_of(seq_lens: SeqLens, group: int) -> Array:
     """Return the array of a group."""
     return seq_lens[group] if isinstance(seq_lens, tuple) else seq_lens
-
-
-def batch_of(batch: Batch, seq_lens: SeqLens, family: Family) -> Batch:
-    """Return the batch that a family exports: the step's, with the lengths of its groups."""
-    lens = lengths_of(seq_lens, family.groups[0])
-    return batch if lens is batch.seq_lens else replace(batch, seq_lens=lens)
 
 
 def make_plan(config: BlockTableConfig, layouts: Sequence[Layout | None], lengths_from: Sequence[int]) -> MetadataPlan:
@@ -187,42 +175,37 @@ class MetadataPlans:
         self._config = config
         self._plans: dict[tuple[tuple[Layout | None, ...], tuple[int, ...]], MetadataPlan] = {}
 
-    def plan(self, layouts: Layouts, seq_lens: Any, before: SeqLens) -> tuple[MetadataPlan, SeqLens]:
-        """Return which exports a step makes, and its lengths as they are kept.
-
-        Args:
-            layouts, seq_lens: as given.
-            before: the lengths of the step before.
-        """
+    def plan(self, layouts: Layouts, seq_lens: Any) -> tuple[MetadataPlan, SeqLens]:
+        """Return which exports a step makes, and its lengths: one array, or a tuple of one for each group."""
         chosen = layouts_per_group(self._config, layouts)
         lens, lengths_from = lengths_per_group(self._config, seq_lens)
         found = self._plans.get((chosen, lengths_from))
         if found is None:
             found = self._plans[chosen, lengths_from] = make_plan(self._config, chosen, lengths_from)
-        return found, as_before(lens, before)
+        return found, lens
 
 
 def make_metadata(
     plan: MetadataPlan,
-    step: Step,
-    exports: Sequence[Export],
-    batch: Batch,
+    planned: StepPlan,
+    query_start_loc: Array,
     *,
     seq_lens: SeqLens,
     max_query_len: int | None,
     max_seq_len: int | None,
 ) -> StepMetadata:
     """Bundle what a step and its exports made."""
+    exports, step = planned.exports, planned.step
     groups = []
     for group, place in enumerate(plan.places):
         export = entries = None
         if place is not None:
-            export = exports[place[0]]
+            export = exports[place[0]].result
             entries = export.entries[place[1]] if export.entries else None
         family = plan.lengths[group]
-        lens = lengths_of(seq_lens, group) if family is None else exports[family].lengths
+        lens = lengths_of(seq_lens, group) if family is None else exports[family].result.lengths
         groups.append(GroupMetadata(step.block_tables[group], step.slot_mappings[group], lens, export, entries))
     return StepMetadata(
-        *(batch.num_reqs, batch.num_reqs_padded, batch.query_start_loc, seq_lens, tuple(groups)),
+        *(planned.num_reqs, planned.num_reqs_padded, query_start_loc, seq_lens, tuple(groups)),
         *(max_query_len, max_seq_len),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from blocktable.layouts import Layout
 
 CHANGES_HEADER = 5
 """int32 entries before the data of packed changes."""
+
+STEP_INPUTS = ("idx_mapping", "num_computed_tokens", "query_start_loc", "positions")
+"""The arrays of a step, in the order in which a `PreparingStore` is given them."""
 
 Array = Any
 """An array of the backend's device, or a foreign one that it takes without a copy."""
@@ -38,13 +41,11 @@ def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """The inputs of one step.
 
-    Arrays are on the device, or numpy arrays, which a device backend stages: the caller may reuse them at once. One
-    object stands for the same arrays at the same addresses whenever it is given again, so that a backend may keep what
-    it made of it; contents change.
+    Arrays are on the device, or numpy arrays, which a device backend stages: the caller may reuse them immediately. A
+    batch is made for one call; who keeps it keeps the caller's arrays, and their memory.
 
     Attributes:
         idx_mapping: [num_reqs] int32. Batch index -> row; an entry outside the table is a dummy. None: identity.
@@ -315,7 +316,7 @@ class ExportBuffers:
 class BlockStore(Protocol):
     """The device memory of one table.
 
-    Optional: the methods of `StagingStore`, and by capability those of `ExportingStore` ("exports").
+    Optional: the methods of `StagingStore` and `PreparingStore`, and by capability "exports" those of `ExportingStore`.
     """
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
@@ -361,6 +362,46 @@ class StagingStore(BlockStore, Protocol):
             batch: its inputs.
             out: a set of outputs.
             stream: as `gather`. Inside a capture there are no changes, and what is captured is the rest (R21).
+        """
+
+
+class PreparingStore(StagingStore, Protocol):
+    """A store with the capability "fused_step" that works out once what steps of one form have in common.
+
+    The form of a step is everything but what its arrays hold and where they lie: which are given, their kinds, dtypes,
+    shapes and devices, the sizes and the set of outputs. The core keeps what was prepared, for a bounded number of
+    forms.
+    """
+
+    def prepare_step(self, batch: Batch, out: StepBuffers, addresses: Sequence[int | None]) -> Any:
+        """Return what all steps of one form have in common.
+
+        It must hold neither the batch's arrays, whose memory the caller wants back, nor `out`, which it goes with.
+
+        Args:
+            batch: the first one of this form.
+            out: a set of outputs.
+            addresses: of its arrays, in the order of `STEP_INPUTS`. None, in this and every step of the form: the array
+                is not given, is on the host, or only the store can say it.
+        """
+
+    def run_step(
+        self,
+        used: int,
+        prepared: Any,
+        addresses: Sequence[int | None],
+        arrays: Sequence[Array | None],
+        *,
+        stream: int | None,
+    ) -> None:
+        """Do a step, as `step` does.
+
+        Args:
+            used: as `step`.
+            prepared: what `prepare_step` returned.
+            addresses: as `prepare_step`, of this step's arrays.
+            arrays: in the order of `STEP_INPUTS`, for what has no address.
+            stream: as `gather`.
         """
 
 

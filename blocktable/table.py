@@ -15,8 +15,9 @@ from blocktable.errors import ConfigError, DtypeError, UnsupportedError
 from blocktable.export_calls import ExportCalls
 from blocktable.exports import ExportSets, check_groups
 from blocktable.host_path import make_rows
+from blocktable.inputs import Inputs, read_each, read_step, torch_modes_off, without_torch_modes
 from blocktable.inspection import SlotLocation, locate, verify
-from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, batch_of, lengths_of, make_metadata
+from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.protocols import (
     Array,
@@ -32,7 +33,7 @@ from blocktable.protocols import (
 from blocktable.registry import check_backend, get_backend
 from blocktable.row_operations import RowOperations
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
-from blocktable.views import BufferViews, batch_key
+from blocktable.views import BufferViews, Views, batch_key
 
 StepPath = Literal["auto", "separate", "fused"]
 
@@ -65,6 +66,7 @@ class BlockTable(RowOperations, ExportCalls):
     Rules: R4-R24.
     """
 
+    @without_torch_modes
     def __init__(
         self,
         config: BlockTableConfig,
@@ -85,9 +87,7 @@ class BlockTable(RowOperations, ExportCalls):
         if step_path == "fused":
             self._require("fused_step", 'step_path="fused"')
         self._has_streams = "streams" in self.backend.capabilities
-        self._stream_owner: tuple[str, int] | None = None  # who made the last inputs
-        self._last_array: Array | None = None
-        self._current_stream: Callable[[], int | None] = current_stream_getter(None)
+        self._current_stream: Callable[[], int | None] = current_stream_getter(None)  # of who made the last inputs
         self._rows = make_rows(config)
         self._is_invalid = False
         self.num_bytes_sent: int = 0
@@ -101,9 +101,10 @@ class BlockTable(RowOperations, ExportCalls):
         self._lender: Any = self.store if hasattr(self.store, "lend") else None
         can_fuse = self._lender is not None and "fused_step" in self.backend.capabilities
         self._is_fused = can_fuse and step_path != "separate"
+        self._prepares = self._is_fused and hasattr(self.store, "prepare_step")
         self.buffers: StepBuffers = self.create_buffers()
+        self._own_views = self._views.of(self.buffers)
         self._checks = BatchChecks(config, self.backend, self._rows, self.buffers.slot_mappings[0])
-        self._plan: StepPlan | None = None
         self._observed_calls = ObservedCalls(self)
 
     def _require(self, capability: str, what: str) -> None:
@@ -149,6 +150,7 @@ class BlockTable(RowOperations, ExportCalls):
             return 0
         return used
 
+    @without_torch_modes
     def gather(
         self,
         idx_mapping: Array | None,
@@ -184,9 +186,11 @@ class BlockTable(RowOperations, ExportCalls):
         if batch.wants_tables:
             self.store.gather(batch, buffers, stream=handle)
             views = self._views.of(buffers)
-            views.held, views.held_commits = batch_key(batch), self._num_commits
+            views.held = batch_key(batch.num_reqs, idx_mapping, num_computed_tokens)
+            views.held_commits = self._num_commits
         return self._views.block_tables(buffers, batch)
 
+    @without_torch_modes
     def compute_slot_mappings(
         self,
         idx_mapping: Array | None,
@@ -257,69 +261,110 @@ class BlockTable(RowOperations, ExportCalls):
 
         Rules: R9-R17, R22.
         """
-        sizes = (num_reqs_padded, num_tokens_padded, out)
-        plan = self._plan
-        if plan is None or not plan.serves(idx_mapping, query_start_loc, positions, num_computed_tokens, None, sizes):
-            plan = self._make_plan(idx_mapping, query_start_loc, positions, num_computed_tokens, None, sizes)
-            self._plan = plan
-        is_known = stream is None and positions is self._last_array
-        self._run(plan, self._current_stream() if is_known else self._stream(stream, positions))
+        views = self._own_views if out is None else self._views.of(out)
+        arrays = idx_mapping, num_computed_tokens, query_start_loc, positions
+        inputs = read_step(arrays)
+        # With the types of the sizes: True equals 1, and is refused.
+        sizes = num_reqs_padded, type(num_reqs_padded), num_tokens_padded, type(num_tokens_padded)
+        key = inputs[0], inputs[1], sizes
+        try:
+            plan = views.plans.get(key)
+        except TypeError:  # sizes that are not hashable are no sizes
+            plan = None
+        if plan is None:
+            plan = self._make_plan(arrays, inputs, None, num_reqs_padded, num_tokens_padded, out)
+            views.keep_plan(key, plan)
+        self._run(plan, views, out, arrays, inputs[2], stream)
         return plan.step
 
     def _make_plan(
         self,
-        idx_mapping: Array | None,
-        query_start_loc: Array,
-        positions: Array,
-        num_computed_tokens: Array | None,
+        arrays: tuple[Array | None, ...],
+        inputs: Inputs,
         seq_lens: SeqLens,
-        sizes: tuple[Any, ...],
+        num_reqs_padded: int | None,
+        num_tokens_padded: int | None,
+        out: StepBuffers | None,
     ) -> StepPlan:
-        """Check the arguments of a step.
+        """Check the arguments of a step, and say what it has in common with steps over such arrays.
 
         Args:
-            sizes: num_reqs_padded, num_tokens_padded, out, and what else the plan is made for.
+            arrays: in the order of `STEP_INPUTS`.
+            inputs: what they are.
+            seq_lens: as `step_metadata` keeps them.
+            num_reqs_padded, num_tokens_padded, out: as given.
         """
-        num_reqs_padded, num_tokens_padded, out = sizes[:3]
-        require_tokens(query_start_loc, positions)
-        first_lens = lengths_of(seq_lens, 0)
-        batch = self._checks.batch(
-            *(idx_mapping, query_start_loc, positions, None, num_reqs_padded, num_computed_tokens, first_lens),
-            will_commit=True,
-        )
-        self._checks.seq_lens(seq_lens, batch.num_reqs)
+        batch, current_stream = self._checks.step(arrays, inputs, num_reqs_padded, seq_lens)
         self._checks.num_tokens(batch.num_positions, num_tokens_padded)
-        buffers = self._buffers(out)
+        buffers, addresses = self._buffers(out), inputs[2]
         num_returned = batch.num_positions if num_tokens_padded is None else num_tokens_padded
-        step = self._views.step(buffers, batch, num_returned)
-        return StepPlan(batch, buffers, self._views.of(buffers), step, sizes, seq_lens)
+        return StepPlan(
+            batch,
+            self._views.step(buffers, batch, num_returned),
+            self._lender.prepare_step(batch, buffers, addresses) if self._prepares else None,
+            current_stream,
+            has_addresses=(batch.idx_mapping is None or addresses[0] is not None)
+            and (batch.num_computed_tokens is None or addresses[1] is not None),
+        )
 
-    def _run(self, plan: StepPlan, stream: int | None) -> None:
-        """Commit, and do the step of a plan."""
-        batch, buffers, rows = plan.batch, plan.buffers, self._rows
-        if self._is_fused:  # each call here counts: a steady step is 15 of them
-            used = 0
+    def _run(
+        self,
+        plan: StepPlan,
+        views: Views,
+        out: StepBuffers | None,
+        arrays: tuple[Array | None, ...],
+        addresses: tuple[int | None, ...],
+        stream: Any,
+    ) -> int | None:
+        """Commit, and do a step; return the handle of its stream. Its arguments are right, but for the padding."""
+        if plan.has_padding_rows:
+            self._checks.require_empty_rows(plan.num_reqs, plan.num_reqs_padded, will_commit=True)
+        if stream is not None or not self._has_streams:
+            handle = self._stream(stream, None)
+        else:
+            if plan.current_stream is not None:
+                self._current_stream = plan.current_stream
+            handle = self._current_stream()
+        if self._prepares:  # each call here counts: a steady step is 15 of them
+            rows, used = self._rows, 0
             if rows.journal.size:
-                block = self._lender.lend(stream)
+                block = self._lender.lend(handle)
                 used = -1 if self._is_invalid else rows.pack_changes(block)
                 if used < 0:
-                    used = self._pack_changes(block, stream)
-            self._lender.step(used, batch, buffers, stream=stream)
+                    used = self._pack_changes(block, handle)
+            self._lender.run_step(used, plan.prepared, addresses, arrays, stream=handle)
             if rows.journal.size:
                 self._is_invalid = False
                 num_bytes = rows.committed()
                 self.num_bytes_sent += num_bytes
                 self._num_commits += num_bytes > 0
-            if plan.held is not None:
-                plan.views.held, plan.views.held_commits = plan.held, self._num_commits
+        else:
+            with torch_modes_off():
+                self._run_batch(plan.batch(arrays), self.buffers if out is None else out, handle)
+        if plan.wants_tables:
+            if plan.has_addresses:
+                views.held = (plan.num_reqs, addresses[0]), addresses[1]
+            else:
+                views.held = batch_key(plan.num_reqs, arrays[0], arrays[1])
+            views.held_commits = self._num_commits
+        return handle
+
+    def _run_batch(self, batch: Batch, buffers: StepBuffers, stream: int | None) -> None:
+        """Commit, and do a step over a backend that prepares nothing."""
+        if self._is_fused:
+            has_changes = self._rows.has_changes
+            used = self._pack_changes(self._lender.lend(stream), stream) if has_changes else 0
+            self._lender.step(used, batch, buffers, stream=stream)
+            if has_changes:
+                self._end_commit()
             return
-        if rows.has_changes:
+        if self._rows.has_changes:
             self._commit(stream)
         if batch.wants_tables:
             self.store.gather(batch, buffers, stream=stream)
-            plan.views.held, plan.views.held_commits = plan.held, self._num_commits
         self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=stream)
 
+    @without_torch_modes
     def create_buffers(self) -> StepBuffers:
         """Return one more set of outputs, filled with NULL and PAD.
 
@@ -327,6 +372,7 @@ class BlockTable(RowOperations, ExportCalls):
         """
         return self._views.create()
 
+    @without_torch_modes
     def step_metadata(
         self,
         idx_mapping: Array | None,
@@ -364,32 +410,43 @@ class BlockTable(RowOperations, ExportCalls):
         """
         if seq_lens is None:
             raise DtypeError("seq_lens must be an int32 array of num_reqs entries, got None.")
-        plan = self._plan
-        exports, lens = self._metadata.plan(layouts, seq_lens, None if plan is None else plan.seq_lens)
+        exports, lens = self._metadata.plan(layouts, seq_lens)
         if exports.families:
             self._require("exports", "step_metadata() with layouts, or over ranks that share a group,")
-        handle = self._stream(stream, positions)
-        sizes = (num_reqs_padded, num_tokens_padded, out, exports)
-        if plan is None or not plan.serves(idx_mapping, query_start_loc, positions, num_computed_tokens, lens, sizes):
-            plan = self._make_plan(idx_mapping, query_start_loc, positions, num_computed_tokens, lens, sizes)
+        views = self._own_views if out is None else self._views.of(out)
+        arrays = idx_mapping, num_computed_tokens, query_start_loc, positions
+        inputs = read_step(arrays)
+        lens_inputs = read_each(lens if isinstance(lens, tuple) else (lens,))
+        sizes = num_reqs_padded, type(num_reqs_padded), num_tokens_padded, type(num_tokens_padded)
+        key = inputs[0], inputs[1], sizes, lens_inputs[:2], exports
+        try:
+            plan = views.plans.get(key)
+        except TypeError:
+            plan = None
+        if plan is None:
+            plan = self._make_plan(arrays, inputs, lens, num_reqs_padded, num_tokens_padded, out)
+            handle = self._stream(stream, positions)
             plan.exports = tuple(
-                self._plan_export(family.layout, family.groups, batch_of(plan.batch, lens, family), out, handle)
+                self._plan_export(
+                    family.layout, family.groups, plan.batch(arrays, lengths_of(lens, family.groups[0])), out, handle
+                )
                 for family in exports.families
             )
-            self._plan = plan
-        self._run(plan, handle)
-        for planned in plan.exports:
-            self._run_export(planned, handle)
+            if lens_inputs[0] is not None:
+                views.keep_plan(key, plan)
+        handle = self._run(plan, views, out, arrays, inputs[2], stream)
+        for planned, family in zip(plan.exports, exports.families, strict=True):
+            self._run_export(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])), handle)
         return make_metadata(
             exports,
-            plan.step,
-            [planned.result for planned in plan.exports],
-            plan.batch,
+            plan,
+            query_start_loc,
             seq_lens=lens,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
 
+    @without_torch_modes
     def warmup(self) -> None:
         """Compile and load everything a later step needs. Modifies no row and no set of buffers. Rules: R21."""
         self.store.write(no_writes(self.config.arena), stream=None)
@@ -439,17 +496,16 @@ class BlockTable(RowOperations, ExportCalls):
             return None
         if stream is not None:
             return stream_handle(stream)
-        if array is not None and array is not self._last_array:
-            self._last_array = array
-            self._stream_owner = stream_owner(array) or self._stream_owner
-            self._current_stream = current_stream_getter(self._stream_owner)
+        owner = stream_owner(array)
+        if owner is not None:
+            self._current_stream = current_stream_getter(owner)
         return self._current_stream()
 
     def _buffers(self, out: StepBuffers | None) -> StepBuffers:
         """Return the set that is meant, one of this table's."""
         if out is None:
             return self.buffers
-        self._views.require(out)
+        self._views.of(out)
         return out
 
     # Looking.

@@ -5,28 +5,34 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, ConfigError, DtypeError
+from blocktable.inputs import torch_modes_off
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Batch, BlockStore, Step, StepBuffers
 from blocktable.streams import address_of
+
+if TYPE_CHECKING:  # a plan is made of the views
+    from blocktable.batches import StepPlan
 
 Kept = TypeVar("Kept")
 
 MAX_CACHED_VIEWS = 1024
 """Views and steps kept for each set of buffers, those used last; an engine that pads uses a few dozen."""
+MAX_PLANS = 64
+"""Plans of steps kept for each set of buffers; an engine that pads uses a few dozen, and others make one in some us."""
 
 
-def batch_key(batch: Batch) -> tuple[Any, Any]:
+def batch_key(num_reqs: int, idx_mapping: Array | None, num_computed_tokens: Array | None) -> tuple[Any, Any]:
     """Return what tells the batch tables of two batches apart: requests and rows, and what cuts windows out.
 
     By the values of host arrays, and by the address of device arrays: looking into those would wait.
     """
-    return (batch.num_reqs, _array_key(batch.idx_mapping)), _array_key(batch.num_computed_tokens)
+    return (num_reqs, _array_key(idx_mapping)), _array_key(num_computed_tokens)
 
 
 def _array_key(array: Array | None) -> Any:
@@ -47,15 +53,25 @@ class Views:
     """What is known of one set of buffers.
 
     Attributes:
+        plans: of the steps that write it, by what the inputs are and what is asked for.
         held: the batch that its tables hold, as `batch_key` names it. None: none.
         held_commits: the table's commits with changes at that time.
     """
 
+    plans: dict[Any, StepPlan] = field(default_factory=dict)
     block_tables: dict[tuple[int, bool, bool], tuple[Array, ...]] = field(default_factory=dict)
     slot_mappings: dict[int, tuple[Array, ...]] = field(default_factory=dict)
     steps: dict[tuple[int, bool, bool, int], Step] = field(default_factory=dict)
     held: Any = None
     held_commits: int = 0
+
+    def keep_plan(self, key: Any, plan: StepPlan) -> None:
+        """Keep a plan in place of the oldest one. key: its first part is None for arrays whose form nobody can say."""
+        if key[0] is None:
+            return
+        if len(self.plans) >= MAX_PLANS:
+            del self.plans[next(iter(self.plans))]
+        self.plans[key] = plan
 
 
 class BufferViews:
@@ -87,19 +103,17 @@ class BufferViews:
         self._sets[buffers] = Views()
         return buffers
 
-    def of(self, buffers: StepBuffers) -> Views:
-        """Return what is known of a set."""
-        return self._sets[buffers]
+    def of(self, buffers: Any) -> Views:
+        """Return what is known of a set, and refuse what is no set of this table."""
+        try:
+            return self._sets[buffers]
+        except (KeyError, TypeError):  # what is not hashable, or takes no weak reference
+            raise ArgumentError("out must be a set of buffers that this table's create_buffers() made.") from None
 
     def forget_batches(self) -> None:
         """Note that no set holds a batch any more."""
         for views in self._sets.values():
             views.held = None
-
-    def require(self, buffers: Any) -> None:
-        """Refuse what is no set of this table."""
-        if not isinstance(buffers, StepBuffers) or buffers not in self._sets:
-            raise ArgumentError("out must be a set of buffers that this table's create_buffers() made.")
 
     def block_tables(self, buffers: StepBuffers, batch: Batch) -> tuple[Array, ...]:
         """Return the batch tables of a batch; with the identity they are the table's own first rows (R10.9)."""
@@ -136,7 +150,8 @@ class BufferViews:
             return
         views = self._sets[buffers]
         parts = 2 if any(self._config.groups[group].cut_window is not None for group in groups) else 1
-        is_same = views.held is not None and views.held[:parts] == batch_key(batch)[:parts]
+        key = batch_key(batch.num_reqs, batch.idx_mapping, batch.num_computed_tokens)
+        is_same = views.held is not None and views.held[:parts] == key[:parts]
         if is_same and views.held_commits == num_commits:
             return
         what = "holds the batch as it was before the last commit" if is_same else "holds another batch, or none"
@@ -171,7 +186,8 @@ def _cached(cache: dict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:
     """Return what is kept for a key, or make it; an engine that never pads asks for every size, so the oldest goes."""
     found = cache.pop(key, None)
     if found is None:
-        found = make()
+        with torch_modes_off():
+            found = make()
         if len(cache) >= MAX_CACHED_VIEWS:
             del cache[next(iter(cache))]
     cache[key] = found

@@ -142,10 +142,12 @@ class TritonDriver:
     sizes: Sizes
 
     def full(self, size: int, value: int, dtype: str) -> Array:
-        return torch.full((size,), value, dtype=getattr(torch, dtype), device=self.device)
+        with torch.inference_mode(False):  # what is made in that mode cannot be written outside it
+            return torch.full((size,), value, dtype=getattr(torch, dtype), device=self.device)
 
     def upload(self, array: np.ndarray[Any, Any]) -> Array:
-        return torch.tensor(array, device=self.device)
+        with torch.inference_mode(False):
+            return torch.tensor(array, device=self.device)
 
     def address(self, array: Array) -> int:
         if not isinstance(array, torch.Tensor):
@@ -219,7 +221,7 @@ class TorchDriver(TritonDriver):
         return host
 
     def host_block(self, entries: int) -> HostBlock:
-        with self.current():
+        with torch.inference_mode(False), self.current():
             memory = torch.empty(entries, dtype=torch.int32, pin_memory=True)
             if self.is_mapped:
                 return HostBlock(memory.numpy(), memory.data_ptr(), owner=memory)
@@ -228,7 +230,8 @@ class TorchDriver(TritonDriver):
 
     def send(self, block: HostBlock, entries: int, stream: int) -> None:
         if block.copy is not None:
-            with self._on(stream):
+            # Under torch.set_default_device each of these calls would cost 5 us.
+            with torch._C.DisableTorchFunction(), self._on(stream):
                 block.copy[:entries].copy_(block.owner[:entries], non_blocking=True)
 
     def copy_in(self, values: np.ndarray[Any, Any], target: Array, stream: int) -> None:

@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.graph import DirectLaunches, StepGraph
-from blocktable.device.launches import Inputs, Launches
+from blocktable.device.launches import Launches, LaunchForm, launch_form
 from blocktable.device.signatures import Launch
 from blocktable.device.staging import StepMarks
 from blocktable.protocols import Batch
+
+
+class PreparedStep:
+    """What the steps of one form have in common: no array of the caller's, and not the set of outputs.
+
+    Args:
+        fused: the step over the set.
+        graph: what runs it.
+        batch: the first batch of the form.
+        forms: its launches after the changes.
+        absent: addresses for inputs that are not given.
+
+    Attributes:
+        fused, graph: as given.
+        asked: places in `STEP_INPUTS` of the inputs whose address only the driver knows.
+        staged: place, first and last entry of each input that travels in a block.
+        num_staged: int32 entries of such a block.
+        addresses: of the last step's inputs.
+        launches: over those.
+    """
+
+    __slots__ = (
+        *("_absent", "_forms", "_sizes", "addresses", "asked", "fused", "graph", "launches"),
+        *("num_staged", "staged"),
+    )
+
+    def __init__(
+        self, fused: FusedStep, graph: Any, batch: Batch, forms: Sequence[LaunchForm], absent: tuple[int, ...]
+    ) -> None:
+        self.fused: FusedStep = fused
+        self.graph: Any = graph
+        self._sizes = batch.num_reqs, batch.num_reqs_padded, None, batch.num_positions, batch.wants_tables
+        self.asked: tuple[int, ...] = ()
+        self.staged: tuple[tuple[int, int, int], ...] = ()
+        self.num_staged: int = 0
+        self.addresses: Sequence[int | None] = ()
+        self.launches: Sequence[Launch] = ()
+        self._forms, self._absent = forms, absent
+
+    def plain_launches(self, addresses: dict[str, int]) -> list[Launch]:
+        """Return the steps without their changes as plain kernels. addresses: of the inputs that are given."""
+        return self.fused.plain_launches(Batch(None, None, None, *self._sizes), addresses)
+
+    def bind(self, addresses: Sequence[int | None]) -> None:
+        """Take the addresses of a step's inputs; they are often those of the step before, whose launches serve again.
+
+        Args:
+            addresses: in the order of `STEP_INPUTS`.
+        """
+        idx_mapping, num_computed_tokens, query_start_loc, positions = addresses
+        present: Any = (
+            self._absent[0] if idx_mapping is None else idx_mapping,
+            self._absent[1] if num_computed_tokens is None else num_computed_tokens,
+            query_start_loc,
+            positions,
+        )
+        self.launches = [(kernel, grid, pick(present) + rest) for kernel, grid, pick, rest in self._forms]
+        self.addresses = addresses
 
 
 class FusedStep:
@@ -24,9 +83,6 @@ class FusedStep:
         batch, slots: addresses of the set's memory.
         last_mark: address of the device's copy of the last step's number.
         marks: the steps' numbers, as the host sees them.
-
-    Attributes:
-        batch: the last one that was set, if it may be used again.
     """
 
     def __init__(
@@ -38,48 +94,55 @@ class FusedStep:
         self._numbers = marks if launches.has_step_batch else None
         self._apply_memory = launches.apply_memory(0, batch, last_mark) if self._numbers else launches.apply_memory()
         self._no_changes = launches.no_changes(self._apply_memory)
-        self._rest: list[Launch] = []
         self._graphs: dict[int, Any] = {}
-        self.batch: Batch | None = None
         for wants_tables in (True, False):  # a graph takes memory, which a later step must not (R21)
-            self.set_batch(Batch(None, None, None, 0, 0, wants_tables=wants_tables), launches.inputs({}), keep=False)
+            self.prepare(Batch(None, None, None, 0, 0, wants_tables=wants_tables))
 
-    def set_batch(self, batch: Batch, inputs: Inputs, *, keep: bool) -> None:
-        """Take the inputs of the next step. keep: whether `batch` stands for the same addresses later."""
+    def prepare(self, batch: Batch) -> PreparedStep:
+        """Return what steps over batches of these sizes have in common."""
         launches = self._launches
         if launches.has_step_batch:
-            self._rest = [launches.step_batch(inputs, batch, *self._memory, self._last_mark, self._marks.address)]
+            made = [launches.step_batch(launches.no_inputs, batch, *self._memory, self._last_mark, self._marks.address)]
         else:
-            num_slots = launches.num_slots
-            gather = launches.gather(inputs, batch, self._memory[0]) if batch.wants_tables else []
-            self._rest = gather + launches.map_slots(
-                *(inputs, batch, self._memory[1], num_slots, num_slots), groups=launches.all_groups, is_named=False
-            )
-        self.batch = batch if keep else None
-        length = 1 + len(self._rest)
+            made = self.plain_launches(batch, {})
+        length = 1 + len(made)
         if length not in self._graphs:
-            made = DirectLaunches if self._driver.is_emulated else StepGraph
+            graph = DirectLaunches if self._driver.is_emulated else StepGraph
             overlaps = self._driver.overlaps and launches.has_step_batch
-            self._graphs[length] = made([self._no_changes, *self._rest], overlaps=overlaps)
-        self._graph = self._graphs[length]
+            self._graphs[length] = graph([self._no_changes, *made], overlaps=overlaps)
+        return PreparedStep(self, self._graphs[length], batch, [*map(launch_form, made)], launches.absent)
 
-    def run(self, block: HostBlock | None, used: int, stream: int) -> None:
+    def plain_launches(self, batch: Batch, addresses: dict[str, int]) -> list[Launch]:
+        """Return the step without its changes as plain kernels. addresses: of the inputs that are given."""
+        launches, (tables, slots) = self._launches, self._memory
+        inputs, num_slots = launches.inputs(addresses), launches.num_slots
+        gather = launches.gather(inputs, batch, tables) if batch.wants_tables else []
+        return gather + launches.map_slots(
+            *(inputs, batch, slots, num_slots, num_slots), groups=launches.all_groups, is_named=False
+        )
+
+    def run(self, prepared: PreparedStep, block: HostBlock | None, used: int, stream: int) -> int | None:
         """Launch a step, and mark the block that holds its changes.
 
         Args:
+            prepared: what follows the changes.
             block: holds packed changes. None: there are none.
             used: its entries in use.
             stream: to launch on.
+
+        Returns:
+            The step's number, which the host sees when the device has finished it; None: it has none.
         """
         if block is None:
-            self._graph.run([self._no_changes, *self._rest], stream)
-            return
+            prepared.graph.run([self._no_changes, *prepared.launches], stream)
+            return None
         driver = self._driver
         apply, mark = self._launches.apply_changes(block, used, self._apply_memory, self._numbers)
         if not driver.is_mapped and mark is not None:
             driver.send(block, used, stream)
-        self._graph.run([apply, *self._rest], stream, is_refilled=mark is None)
+        prepared.graph.run([apply, *prepared.launches], stream, is_refilled=mark is None)
         if mark is None or (self._numbers is not None and driver.is_mapped):
             block.mark = mark
-        else:  # the host sees no number where it shares no memory with kernels
-            block.mark = driver.mark(stream)
+            return mark
+        block.mark = driver.mark(stream)  # the host sees no number where it shares no memory with kernels
+        return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +13,7 @@ from blocktable.config import BlockTableConfig
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.signatures import (
     PLAIN_KERNELS,
+    Grid,
     KernelOptions,
     Launch,
     known_features,
@@ -20,7 +23,7 @@ from blocktable.device.signatures import (
 )
 from blocktable.device.staging import StepMarks
 from blocktable.layouts import Layout
-from blocktable.protocols import CHANGES_HEADER, Batch, ExportBuffers
+from blocktable.protocols import CHANGES_HEADER, STEP_INPUTS, Batch, ExportBuffers
 
 MAX_COPY_PARTS = 16
 MAX_WRITE_BLOCKS = 1 << 15
@@ -53,6 +56,25 @@ class Inputs(NamedTuple):
     num_computed_tokens: int
     seq_lens: int
     first_tokens: int
+
+
+LaunchForm = tuple[Any, Grid, Callable[[tuple[int, ...]], tuple[int, ...]], tuple[int, ...]]
+"""A launch of a step whose inputs may lie anywhere: kernel, grid, what picks the kernel's inputs, its first arguments,
+out of the addresses of all of a step in the order of `STEP_INPUTS`, and the arguments after them."""
+
+
+def launch_form(launch: Launch) -> LaunchForm:
+    """Return what a launch has in common with those over inputs at other addresses."""
+    kernel, grid, arguments = launch
+    pick, number = _leading_inputs(kernel.name)
+    return kernel, grid, pick, arguments[number:]
+
+
+@cache
+def _leading_inputs(kernel: str) -> tuple[Callable[[tuple[int, ...]], tuple[int, ...]], int]:
+    """Return what picks a kernel's inputs out of all of a step, and how many of its arguments they are."""
+    places = [STEP_INPUTS.index(name) for _, name in signature_of(kernel).arguments if name in STEP_INPUTS]
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1)), len(places)
 
 
 class Blank(NamedTuple):
@@ -98,6 +120,8 @@ class Launches:
         has_step_batch: whether gather and slots have a kernel of their own in a fused step.
         num_slots: entries of a group's slots in a set of outputs.
         all_groups: 0 .. num_groups - 1.
+        no_inputs: addresses for what a batch is not given.
+        absent: the same for the inputs of a step, in the order of `STEP_INPUTS`.
         most_by_value: int32 entries of the largest changes that travel in a launch's own parameters; 0: none do.
     """
 
@@ -116,7 +140,8 @@ class Launches:
         self._groups_address, self._arena_address = driver.address(self._groups), driver.address(arena)
         self._blanks: dict[int, Blank] = {}
         zeros = self._blank(config.max_num_reqs).zeros
-        self._absent = Inputs(0, driver.address(self._identity), 0, *3 * (zeros,))
+        self.no_inputs: Inputs = Inputs(0, driver.address(self._identity), 0, *3 * (zeros,))
+        self.absent: tuple[int, ...] = tuple(getattr(self.no_inputs, name) for name in STEP_INPUTS)
         self.has_step_batch: bool = "step_batch" in driver.variants
         self.num_slots: int = config.max_num_batched_tokens
         self._may_be_long = self.is_long(config.max_num_batched_tokens * len(config.groups))
@@ -130,6 +155,11 @@ class Launches:
         self.all_groups: range = range(self._num_groups)
         self._copy_parts = min(-(-config.max_num_reqs // self._apply.tile), MAX_COPY_PARTS)
         self._sizes = (self._num_groups, config.max_num_reqs, config.batch_arena.size)
+        self._max_width = max(config.arena.widths)
+        if self.has_step_batch:
+            self._step = self.kernel("step_batch_long" if self._may_be_long else "step_batch")
+            slot_blocks = min(-(-self.num_slots // self._step.tile), MAX_SLOT_BLOCKS // self._num_groups)
+            self._slot_blocks = max(slot_blocks, 1)
 
     def is_long(self, num_slots: int) -> bool:
         """Say whether a launch over so many slots fills the device many times over."""
@@ -152,7 +182,7 @@ class Launches:
 
     def inputs(self, addresses: dict[str, int]) -> Inputs:
         """Return addresses for what was given, and for what was not."""
-        return self._absent._replace(**addresses)
+        return self.no_inputs._replace(**addresses)
 
     def _blank(self, max_batch: int) -> Blank:
         """Return the memory for what a batch of up to so many requests has not, made at the first call."""
@@ -242,22 +272,35 @@ class Launches:
 
     def step_batch(self, inputs: Inputs, batch: Batch, out: int, slots: int, last_mark: int, shown_mark: int) -> Launch:
         """Return the launch of gather and slots together. out, slots: addresses of a set's memory."""
-        config = self._config
-        num_groups, num_slots = len(config.groups), self.num_slots
-        kernel = self.kernel("step_batch_long" if self._may_be_long else "step_batch")
-        slot_blocks = max(min(-(-num_slots // kernel.tile), MAX_SLOT_BLOCKS // num_groups), 1)
+        config, num_groups, num_reqs_padded = self._config, self._num_groups, batch.num_reqs_padded
         gather_blocks = 0
         if batch.wants_tables:  # of no rows too: a larger batch may have come before
-            gather_blocks = self._driver.gather_blocks(batch.num_reqs_padded, num_groups, max(config.arena.widths))
+            gather_blocks = self._driver.gather_blocks(num_reqs_padded, num_groups, self._max_width)
         arguments = (
-            *(inputs.idx_mapping, inputs.num_computed_tokens, inputs.query_start_loc, inputs.positions),
-            *(batch.num_reqs, batch.num_reqs_padded, batch.num_positions, config.max_num_reqs, config.num_rows),
+            inputs.idx_mapping,
+            inputs.num_computed_tokens,
+            inputs.query_start_loc,
+            inputs.positions,
+            batch.num_reqs,
+            num_reqs_padded,
+            batch.num_positions,
+            config.max_num_reqs,
+            config.num_rows,
             requests_per_token(batch.num_reqs, batch.num_positions, is_long=self._may_be_long),
-            *(self._groups_address, num_groups, self._arena_address, config.batch_arena.size, out, slots, num_slots),
-            *(gather_blocks, slot_blocks, last_mark, shown_mark),
+            self._groups_address,
+            num_groups,
+            self._arena_address,
+            config.batch_arena.size,
+            out,
+            slots,
+            self.num_slots,
+            gather_blocks,
+            self._slot_blocks,
+            last_mark,
+            shown_mark,
         )
         # The last block shows the mark.
-        return kernel, (gather_blocks + slot_blocks * num_groups + 1, 1), arguments
+        return self._step, (gather_blocks + self._slot_blocks * num_groups + 1, 1), arguments
 
     # Exports.
 

@@ -94,14 +94,27 @@ class StagingRing:
         num_blocks: calls that may be in flight.
         order: the streams of the table.
         step_marks: what marks that are numbers belong to.
+        is_copied: whether all blocks are sent to one place on the device, one after another in stream order: kernels
+            find what they hold at the same addresses each time, and read it there more than once.
     """
 
     def __init__(
-        self, driver: Driver, entries: int, num_blocks: int, order: StreamOrder, step_marks: StepMarks | None = None
+        self,
+        driver: Driver,
+        entries: int,
+        num_blocks: int,
+        order: StreamOrder,
+        step_marks: StepMarks | None = None,
+        *,
+        is_copied: bool = False,
     ) -> None:
         self._driver, self._order, self._step_marks = driver, order, step_marks
         self.entries: int = entries
-        self.blocks: Iterator[HostBlock] = cycle([driver.host_block(entries) for _ in range(num_blocks)])
+        blocks = [driver.host_block(entries) for _ in range(num_blocks)]
+        if is_copied:
+            place = driver.full(entries, 0, "int32")
+            blocks = [HostBlock(block.host, driver.address(place), place, block.owner) for block in blocks]
+        self.blocks: Iterator[HostBlock] = cycle(blocks)
 
     def acquire(self) -> HostBlock:
         """Return the next block; waits where the work that used it last is unfinished."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 
 from blocktable.checks import array_spec
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.device.driver import Driver, HostBlock
-from blocktable.device.fused import FusedStep
+from blocktable.device.fused import FusedStep, PreparedStep
 from blocktable.device.launches import Launches, run
 from blocktable.device.ordering import StreamOrder, refuse_capture
 from blocktable.device.signatures import INT32_MAX
@@ -27,7 +28,7 @@ from blocktable.device.staging import (
 )
 from blocktable.errors import BlockTableError
 from blocktable.layouts import Layout
-from blocktable.protocols import Array, Batch, ExportBuffers, IntArray, StepBuffers, Writes
+from blocktable.protocols import STEP_INPUTS, Array, Batch, ExportBuffers, IntArray, StepBuffers, Writes
 
 LARGEST_OFFSET = INT32_MAX
 """Packed changes count entries in int32: a commit of a larger arena is cut into pieces."""
@@ -78,7 +79,8 @@ class DeviceStore:
         self._lendable = by_value if largest else self._changes.blocks
         # gather and compute_slot_mappings take a block each.
         entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
-        self._inputs = StagingRing(driver, entries, 2 * config.steps_in_flight, self._order)
+        num_blocks = 2 * config.steps_in_flight
+        self._inputs = StagingRing(driver, entries, num_blocks, self._order, self._marks, is_copied=True)
         self._lent: tuple[HostBlock | None, int] = None, 0
         # A kernel may be loaded at its first launch, which must not be inside a capture.
         run([self._launches.no_changes(self._launches.apply_memory())], driver.stream(None))
@@ -213,36 +215,91 @@ class DeviceStore:
             out: a set of outputs.
             stream: as `gather`.
         """
+        arrays = [getattr(batch, name) for name in STEP_INPUTS]
+        unknown = [None] * len(arrays)
+        self.run_step(used, self.prepare_step(batch, out, unknown), unknown, arrays, stream=stream)
+
+    def prepare_step(self, batch: Batch, out: StepBuffers, addresses: Sequence[int | None]) -> PreparedStep:
+        """Return what the steps of one form have in common; `addresses` in the order of `STEP_INPUTS`, where known."""
+        assert isinstance(out, DeviceBuffers)
+        assert out.fused is not None
+        with self.driver.current():
+            prepared = out.fused.prepare(batch)
+        is_emulated = self.driver.is_emulated
+        # Positions come first in a block: their entries have 8 bytes.
+        arrays = (
+            (3, batch.positions),
+            (0, batch.idx_mapping),
+            (1, batch.num_computed_tokens),
+            (2, batch.query_start_loc),
+        )
+        for place, array in arrays:
+            if array is None or (addresses[place] is not None and not is_emulated):
+                continue
+            if is_host_array(array):
+                first = prepared.num_staged
+                prepared.num_staged += array.nbytes // 4
+                prepared.staged = *prepared.staged, (place, first, prepared.num_staged)
+            else:
+                prepared.asked = *prepared.asked, place
+        return prepared
+
+    def run_step(
+        self,
+        used: int,
+        prepared: PreparedStep,
+        addresses: Sequence[int | None],
+        arrays: Sequence[Array | None],
+        *,
+        stream: int | None,
+    ) -> None:
+        """Do a step as `step` does.
+
+        Args:
+            used, stream: as `step`.
+            prepared: what `prepare_step` returned.
+            addresses: of this step's inputs, where known.
+            arrays: the inputs, in the order of `STEP_INPUTS`.
+        """
         if not self.driver.is_current():
             with self.driver.current():
-                self.step(used, batch, out, stream=stream)
+                self.run_step(used, prepared, addresses, arrays, stream=stream)
             return
-        assert isinstance(out, DeviceBuffers)
-        fused = out.fused
-        assert fused is not None
         block, native = self._lent if used else (None, 0)
         if block is None:
             native, is_capturing = self._order.enter(stream)
             if is_capturing:
-                self._plain_step(batch, out, native)
+                self._plain_step(prepared, arrays, native)
                 return
         staged = None
-        if batch is not fused.batch:
-            addresses, staged = self._place(inputs_of(batch), native, is_capturing=False)
-            fused.set_batch(batch, self._launches.inputs(addresses), keep=staged is None)
-        fused.run(block, used, native)
+        if prepared.asked or prepared.staged:
+            addresses, staged = self._place_step(prepared, addresses, arrays, native)
+        if addresses != prepared.addresses:
+            prepared.bind(addresses)
+        mark = prepared.fused.run(prepared, block, used, native)
         if staged is not None:
-            self._release(staged, native)
+            self._release(staged, native, mark)
 
-    def _plain_step(self, batch: Batch, out: DeviceBuffers, stream: int) -> None:
-        addresses, staged = self._place(inputs_of(batch), stream, is_capturing=True)
-        assert staged is None
-        inputs = self._launches.inputs(addresses)
-        if batch.wants_tables:
-            run(self._launches.gather(inputs, batch, self.driver.address(out.batch)), stream)
-        num_slots, groups = self.config.max_num_batched_tokens, self._launches.all_groups
-        slots = (self.driver.address(out.slots), num_slots, num_slots)
-        run(self._launches.map_slots(inputs, batch, *slots, groups=groups, is_named=False), stream)
+    def _plain_step(self, prepared: PreparedStep, arrays: Sequence[Array | None], stream: int) -> None:
+        given = {name: array for name, array in zip(STEP_INPUTS, arrays, strict=True) if array is not None}
+        addresses, _ = self._place(given, stream, is_capturing=True)
+        run(prepared.plain_launches(addresses), stream)
+
+    def _place_step(
+        self, prepared: PreparedStep, addresses: Sequence[int | None], arrays: Sequence[Array | None], stream: int
+    ) -> tuple[Sequence[int | None], HostBlock | None]:
+        """Return the addresses of all inputs of a step; host arrays are staged, in the block that is returned."""
+        found, block = [*addresses], None
+        for place in prepared.asked:
+            found[place] = self.driver.address(arrays[place])
+        if prepared.staged:
+            block = self._staging_block(prepared.num_staged)
+            for place, first, last in prepared.staged:
+                array: Any = arrays[place]
+                block.host[first:last] = array.view(np.int32)
+                found[place] = block.address + 4 * first
+            self.driver.send(block, prepared.num_staged, stream)
+        return tuple(found), block
 
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         """Write the batch view of every group (R10, R11)."""
@@ -337,19 +394,22 @@ class DeviceStore:
         if not any(map(is_host_array, arrays.values())):
             return place_inputs(arrays, self.driver, None)[0], None
         refuse_capture(is_capturing, "A step over host arrays")
-        entries = staged_entries(arrays)
-        # More than the table's own buffers hold is possible with longer `out=` arrays: it may allocate and wait.
-        block = self._inputs.acquire() if entries <= self._inputs.entries else self.driver.host_block(entries)
+        block = self._staging_block(staged_entries(arrays))
         addresses, used = place_inputs(arrays, self.driver, block)
         self.driver.send(block, used, stream)
         return addresses, block
 
-    def _release(self, staged: HostBlock | None, stream: int) -> None:
-        """Say that everything that reads staged arrays is launched."""
+    def _staging_block(self, entries: int) -> HostBlock:
+        """Return a block for host arrays."""
+        # More than the table's own buffers hold is possible with longer `out=` arrays: it may allocate and wait.
+        return self._inputs.acquire() if entries <= self._inputs.entries else self.driver.host_block(entries)
+
+    def _release(self, staged: HostBlock | None, stream: int, mark: int | None = None) -> None:
+        """Say that everything that reads staged arrays is launched. mark: number of the step that does; None: none."""
         if staged is not None:
-            staged.mark = self.driver.mark(stream)
+            staged.mark = self.driver.mark(stream) if mark is None else mark
             if staged.host.size > self._inputs.entries:  # one of its own: it must live until then
-                self.driver.wait(staged.mark)
+                self._inputs.wait_for(staged)
 
 
 def length_of(array: Array) -> int:

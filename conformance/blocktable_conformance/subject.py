@@ -15,7 +15,7 @@ from blocktable import Backend, BlockStore, BlockTable, BlockTableConfig, SlotMa
 
 HostArray = npt.NDArray[Any]
 
-LAUNCHING = frozenset({"write", "commit", "gather", "step", "export", "reset_buffers", "create_buffers"})
+LAUNCHING = frozenset({"write", "commit", "gather", "step", "run_step", "export", "reset_buffers", "create_buffers"})
 """Calls of a block store that start work on the device."""
 
 HEADER = 5
@@ -66,7 +66,7 @@ class Watch:
     def before(self, name: str, args: tuple[Any, ...]) -> None:
         """Note one call of the store."""
         self.launches += 1
-        if name not in ("write", "commit", "step"):
+        if name not in ("write", "commit", "step", "run_step"):
             return
         if self.fail_next_write is not None:
             error, self.fail_next_write = self.fail_next_write, None
