@@ -43,7 +43,7 @@ def test_a_wrong_bulk_argument_changes_nothing(
 ) -> None:
     """Rules: R6, R7."""
     if path == "compiled":
-        pytest.importorskip("numba")
+        pytest.importorskip("blocktable_compiled.operations")
     monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
     table = make(2)
     table.set_row(0, [[1, 2], [3]])
@@ -74,7 +74,7 @@ def test_keeping_more_blocks_than_there_are_changes_nothing(kept: Any) -> None:
 def test_nothing_for_all_groups_is_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules: R8."""
     if path == "compiled":
-        pytest.importorskip("numba")
+        pytest.importorskip("blocktable_compiled.operations")
     monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
     table = make(2)
     table.append_rows(ROWS, None, COUNTS)
