@@ -69,6 +69,9 @@ def int_array(name: str, values: Any) -> IntArray:
 
 
 def _from_sequence(name: str, values: Sequence[Any]) -> IntArray:
+    if isinstance(values, range) and values[COUNT_LIMIT:]:
+        raise ArgumentError(f"{name} must hold at most {COUNT_LIMIT} ints, got {values}.")
+    values = tuple(values)  # an item's own __index__ may change a list while numpy reads it
     for kind in set(map(type, values)):
         if kind is bool or not issubclass(kind, int | np.integer):
             raise DtypeError(f"{name} must hold ints, got one of type {kind.__name__}.")
@@ -91,11 +94,11 @@ def ids_per_group(block_ids: Any, num_groups: int) -> list[IntArray]:
             raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got an array of shape {block_ids.shape}.")
     elif not isinstance(block_ids, Sequence) or isinstance(block_ids, str | bytes):
         raise DtypeError(f"block_ids must be {_expected(num_groups)}, got {type(block_ids).__name__}.")
-    if len(block_ids) == 0:
+    elif not block_ids:
         return [_NO_IDS] * num_groups
     if num_groups == 1 and not _is_nested(block_ids[0]):
         return [int_array("block_ids", block_ids)]
-    if num_groups > 1 and not any(map(_is_nested, block_ids)):
+    if num_groups > 1 and (isinstance(block_ids, range) or not any(map(_is_nested, block_ids))):
         raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got one flat sequence.")
     if len(block_ids) != num_groups:
         raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got {len(block_ids)} sequences.")
@@ -137,7 +140,7 @@ def per_group_counts(name: str, counts: Any, num_groups: int, num_rows: int) -> 
     if isinstance(counts, np.ndarray) and counts.ndim == 2:
         nested = counts.shape[0] == num_groups
         arrays = list(counts)
-    elif isinstance(counts, Sequence) and len(counts) and _is_nested(counts[0]):
+    elif isinstance(counts, Sequence) and counts and _is_nested(counts[0]):
         nested = len(counts) == num_groups
         arrays = list(counts)
     else:

@@ -35,6 +35,11 @@ def make(num_groups: int = 1, **options: Any) -> bt.BlockTable:
         lambda table: table.append_rows(ROWS, np.empty((0, 3), np.int32), COUNTS),
         lambda table: table.set_row(0, np.empty((0, 3), np.int32)),
         lambda table: table.truncate_row(0, np.array([-1, 1])),
+        lambda table: table.truncate_row(0, range(2**70)),
+        lambda table: table.append_rows(ROWS, range(2**40), COUNTS),
+        lambda table: table.append_rows(ROWS, [range(2**40), IDS], COUNTS),
+        lambda table: table.append_rows(ROWS, [IDS, IDS], range(2**70)),
+        lambda table: table.clear_rows(range(2**70)),
         lambda table: table.append_rows(np.array([2**64 - 1, 0], np.uint64), [IDS, IDS], COUNTS),
     ],
 )

@@ -302,6 +302,8 @@ ODD: list[Make] = [
     lambda ints: range(0, len(ints) * 2**62, 2**62),
     lambda ints: range(0, -len(ints), -1),
     lambda ints: range(5, 5, 2**70),
+    lambda ints: range(2**40),
+    lambda ints: range(2**70),
     lambda ints: len(ints),
     lambda ints: None,
     lambda ints: 1.5,
