@@ -291,7 +291,8 @@ cdef class Operations:
         """Make many rows empty."""
         if not self._take_rows(rows):
             return False
-        self.counts.assign(self.rows.size(), 0)
+        self.counts.clear()
+        self.counts.resize(self.rows.size())  # zeros; in Cython `assign` cannot raise
         self.has_own_counts = False
         return self._truncate()
 
