@@ -52,7 +52,7 @@ def int_array(name: str, values: Any) -> IntArray:
         values: [n] integers. A numpy array of any integer dtype, a list, a tuple or a range.
     """
     if isinstance(values, np.ndarray):
-        array = values
+        array = np.asarray(values)  # a class of its own, such as a masked array, compares in its own way
     elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
         array = _from_sequence(name, values)
     else:

@@ -33,7 +33,13 @@ PROGRAM = r"""
 import ctypes, sys
 import numpy as np
 from blocktable import BlockTableConfig, KVCacheGroup
+from blocktable_compiled.operations import CompiledJournal
 from blocktable_compiled.rows import CompiledRows
+
+
+class Rows(CompiledRows):
+    journal_type = staticmethod(lambda capacity: CompiledJournal(1))
+
 
 CONFIG = BlockTableConfig(
     groups=[KVCacheGroup(block_size=16), KVCacheGroup(block_size=32, kernel_block_size=16)],
@@ -42,7 +48,7 @@ CONFIG = BlockTableConfig(
 CALLS = {
     "append_row": lambda rows: rows.append_row(1, [[*range(1, 300)], [5]]),
     "append_rows": lambda rows: rows.append_rows((2, 1), [[*range(1, 300)], range(1, 300)], [200, 99]),
-    "set_row": lambda rows: rows.set_row(0, [[*range(1, 700)], range(1, 300)]),
+    "set_row": lambda rows: rows.set_row(0, [[1, 9, 3, *range(1, 600)], range(1, 300)]),
     "set_rows": lambda rows: rows.set_rows([0, 3], [range(1, 801), np.arange(1, 401)], [[400, 400], [200, 200]]),
     "truncate_rows": lambda rows: rows.truncate_rows(range(3), [0, 1, 2]),
     "clear_rows": lambda rows: rows.clear_rows([0, 3, 2]),
@@ -50,7 +56,7 @@ CALLS = {
 
 
 def prepare():
-    rows = CompiledRows(CONFIG)
+    rows = Rows(CONFIG)
     rows.set(np.array([0, 3]), [np.arange(1, 901), np.arange(1, 451)], np.array([[450, 450], [225, 225]]))
     rows.committed()
     for row in (3, 2, 1, 0):  # ranges that a merge would move

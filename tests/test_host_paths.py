@@ -435,6 +435,8 @@ class Caller:
             return self.ints(counts[0])
         if self.rng.random() < 0.2:
             return self.matrix(counts)
+        if len(counts) > 1 and counts[1] and self.is_odd():  # as many as there should be, in the wrong lines
+            counts = [[*counts[0], counts[1][0]], counts[1][1:], *counts[2:]]
         kind = self.rng.choice([list, tuple])
         lines = [self.ints(line) for line in counts]
         return Argument(lambda: kind(line.make() for line in lines), all(line.is_ordinary for line in lines))
@@ -454,7 +456,7 @@ class Caller:
         if is_shared:
             found = [[min(column) for column in zip(*found, strict=True)]] * self.num_groups
         if rows and self.is_odd():
-            found = [[each + self.rng.choice([0, 0, 30]) for each in line] for line in found]
+            found = [[each + self.rng.choice([0, 1, 30]) for each in line] for line in found]
         return found
 
     # Operations: a method of `Table`, and its arguments.
