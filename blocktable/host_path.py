@@ -18,6 +18,14 @@ HOST_PATHS = ("auto", "numpy", "compiled")
 ENTRY_POINT_GROUP = "blocktable.host_paths"
 
 
+class Changes(Protocol):
+    """What has changed since the last commit."""
+
+    @property
+    def size(self) -> int:
+        """0 where nothing has."""
+
+
 class HostPath(Protocol):
     """Rows of block ids for all groups, and what of them the device does not have yet.
 
@@ -37,8 +45,8 @@ class HostPath(Protocol):
     columns_per_block: IntArray
 
     @property
-    def journal(self) -> Any:
-        """What has changed since the last commit, as `blocktable.rows.Journal`; of `size` 0 where nothing has."""
+    def journal(self) -> Changes:
+        """What has changed since the last commit."""
 
     @property
     def mirror(self) -> IntArray:
@@ -222,8 +230,9 @@ def _compiled(name: str) -> Any:
     found, reason = _load(name)
     if found is None and choice == "compiled":
         raise BackendUnavailableError(
-            f"The compiled host path cannot be imported ({reason}); install blocktable where a C++ compiler is, which "
-            "builds it."
+            f"The compiled host path cannot be imported ({reason}). It is built when blocktable is installed from its "
+            "source where a C++ compiler is: get one, then install blocktable again, with pip's --force-reinstall and "
+            "--no-cache-dir."
         )
     return found
 

@@ -403,8 +403,8 @@ class NumpyRows:
         return bool(self.journal.lengths[: self.journal.size].any())
 
     def pending_ranges(self) -> tuple[IntArray, IntArray]:
-        found: tuple[IntArray, IntArray] = self.journal.merge()
-        return found
+        pending: tuple[IntArray, IntArray] = self.journal.merge()
+        return pending
 
     def writes(self) -> Writes:
         offsets, lengths = self.pending_ranges()
