@@ -12,9 +12,9 @@ from blocktable.checks import array_spec, int_scalar, non_negative, vector_lengt
 from blocktable.config import BlockTableConfig, SlotDtype
 from blocktable.errors import ArgumentError, DtypeError
 from blocktable.exports import Export
-from blocktable.host_path import HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Backend, Batch, ExportBuffers, Step, StepBuffers
+from blocktable.rows import NumpyRows
 from blocktable.streams import stream_owner
 from blocktable.views import BufferViews, Views, batch_key
 
@@ -108,7 +108,7 @@ class BatchChecks:
         sample: an array of the table, of its device.
     """
 
-    def __init__(self, config: BlockTableConfig, backend: Backend, rows: HostPath, sample: Array) -> None:
+    def __init__(self, config: BlockTableConfig, backend: Backend, rows: NumpyRows, sample: Array) -> None:
         self._config, self._backend, self._rows = config, backend, rows
         self._has_windows = any(group.cut_window is not None for group in config.groups)
         has_streams = "streams" in backend.capabilities

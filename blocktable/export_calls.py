@@ -20,9 +20,9 @@ from blocktable.exports import (
     require_inputs,
 )
 from blocktable.host_exports import check_capacity, export_on_host
-from blocktable.host_path import HostPath
 from blocktable.layouts import Layout, find_layout
 from blocktable.protocols import Array, Backend, Batch, BlockStore, ExportBuffers, StepBuffers
+from blocktable.rows import NumpyRows
 from blocktable.views import BufferViews
 
 
@@ -40,7 +40,7 @@ class ExportCalls:
     backend: Backend
     device: Any
     store: BlockStore
-    _rows: HostPath
+    _rows: NumpyRows
     _checks: BatchChecks
     _views: BufferViews
     _exports: ExportSets

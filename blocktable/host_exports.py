@@ -20,9 +20,9 @@ from blocktable.exports import (
     num_kernel_blocks_of,
     shaped,
 )
-from blocktable.host_path import HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import Batch, ExportBuffers, IntArray, ranges
+from blocktable.rows import NumpyRows
 
 
 class Counted(NamedTuple):
@@ -120,7 +120,7 @@ def check_capacity(config: BlockTableConfig, filled: IntArray, batch: Batch, out
 
 def export_on_host(
     config: BlockTableConfig,
-    rows: HostPath,
+    rows: NumpyRows,
     layout: Layout,
     groups: tuple[int, ...],
     batch: Batch,

@@ -6,171 +6,18 @@ import importlib.metadata
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from blocktable.config import BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
-from blocktable.protocols import IntArray, Writes
-from blocktable.rows import DISTINCT_ROWS, Journal, NumpyRows
+from blocktable.rows import NumpyRows
 
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 HOST_PATHS = ("auto", "numpy", "compiled")
 ENTRY_POINT_GROUP = "blocktable.host_paths"
 
 
-class HostPath(Protocol):
-    """Rows of block ids for all groups, and what of them the device does not have yet.
-
-    Operations are atomic: they change every group, or raise and change nothing. `rows` [n] int64 without a name of its
-    own are rows that `check_rows` returned.
-
-    Attributes:
-        filled: [num_groups, num_rows] int32. Columns in use of each row; up to date after every operation.
-        committed_filled: [num_groups, num_rows] int32. The same as of the last commit; -1: not known (R24).
-        columns_per_block: [num_groups, 1] int64.
-
-    Rules: R4-R9.
-    """
-
-    filled: IntArray
-    committed_filled: IntArray
-    columns_per_block: IntArray
-
-    @property
-    def journal(self) -> Journal:
-        """What has changed since the last commit; of size 0 where nothing has."""
-
-    @property
-    def mirror(self) -> IntArray:
-        """[arena.size] int32. What the device holds after a commit. Valid until the next operation."""
-
-    def watch(self) -> IntArray:
-        """Return the mirror, which from now on follows every operation: the caller keeps a view of it."""
-
-    def warmup(self) -> None:
-        """Compile what a later call needs. Modifies no row."""
-
-    # Operations.
-
-    def check_rows(self, name: str, rows: Any, *, advice: str | None = DISTINCT_ROWS) -> IntArray:
-        """Return rows as [n] int64: inside the table and distinct. Valid until the caller's array changes.
-
-        Args:
-            name: of the argument.
-            rows: [n] ints.
-            advice: what the refusal of a repeated row says about it. None: rows may repeat.
-        """
-
-    def one_row(self, name: str, row: Any) -> IntArray:
-        """Return a row of the table as [1] int64."""
-
-    def append_row(self, row: Any, block_ids: Any) -> None:
-        """Check the row and append; arguments as `BlockTable.append_row`."""
-
-    def set_row(self, row: Any, block_ids: Any) -> None:
-        """Check the row and replace what it holds; arguments as `BlockTable.append_row`."""
-
-    def truncate_row(self, row: Any, num_blocks: Any) -> None:
-        """Check the row and truncate it; arguments as `BlockTable.truncate_row`."""
-
-    def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
-        """Check the rows and append; arguments as `BlockTable.append_rows`."""
-
-    def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
-        """Check the rows and replace what they hold; arguments as `BlockTable.append_rows`."""
-
-    def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
-        """Check the rows and truncate; arguments as `BlockTable.truncate_rows`."""
-
-    def clear_rows(self, rows: Any) -> None:
-        """Check the rows and make them empty."""
-
-    def append(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
-        """Add blocks after what the rows hold; `counts` None: all ids of a group go to the one row."""
-
-    def set(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
-        """Replace what the rows hold; arguments as `append`."""
-
-    def truncate(self, rows: IntArray, num_blocks: IntArray | int) -> None:
-        """Keep the first blocks of each row in each group; where there are fewer, change nothing.
-
-        Args:
-            rows: [n] int64.
-            num_blocks: [num_groups, n] integers, or one for all.
-        """
-
-    def null(self, rows: IntArray, group: int, starts: IntArray, stops: IntArray) -> None:
-        """Make manager blocks `starts[i] .. stops[i] - 1` of each row NULL; later ones stay."""
-
-    def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
-        """Exchange counts[i] manager blocks of each row in one group, from starts[i] on.
-
-        Args:
-            rows: [n] int64.
-            group: a group that exists.
-            starts: [n] int64.
-            block_ids: flat ids, row after row; nothing: none.
-            counts: [n] integers. None: all ids are for the one row.
-        """
-
-    def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
-        """Exchange block old_ids[i] by new_ids[i] wherever a row holds it, all at once."""
-
-    def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
-        """Replace each row dst[i] by what src[i] held before the call; with `vacate`, other sources become empty.
-
-        Args:
-            src: [n] int64. Rows; with `vacate` distinct.
-            dst: [n] int64. Distinct rows.
-            vacate: whether rows move.
-        """
-
-    def occupied_rows(self) -> IntArray:
-        """Return the rows that hold a block in any group, [n] int64."""
-
-    def invalidate(self) -> None:
-        """Mark everything as changed, as one range."""
-
-    # A commit: `pack_changes` or `writes`, the store's launch, `committed`. Only the last one forgets anything.
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether the device does not hold everything yet."""
-
-    def pending_ranges(self) -> tuple[IntArray, IntArray]:
-        """Return what has changed as disjoint ascending ranges of the arena. Valid until the next operation.
-
-        Returns:
-            offsets: [n] int64.
-            lengths: [n] int64, at least 1.
-        """
-
-    def writes(self) -> Writes:
-        """Return what has changed as arrays. Valid until the next operation.
-
-        Where that is most of a large table, the whole arena as one range, which needs no scatter.
-        """
-
-    def pack_changes(self, block: IntArray) -> int:
-        """Lay what has changed out as `Writes.pack_changes` does.
-
-        Args:
-            block: [n] int32, C-contiguous, written. May hold anything after a result of -1.
-
-        Returns:
-            int32 entries used; 0: nothing is pending; -1: the changes do not fit, or are too many to be scattered, and
-            `writes` must be used.
-        """
-
-    def committed(self) -> int:
-        """Forget what has changed: the device takes what `writes` or `pack_changes` returned last.
-
-        Returns:
-            Bytes of those changes as ranges, as `Writes.num_bytes`.
-        """
-
-
-def make_rows(config: BlockTableConfig) -> HostPath:
+def make_rows(config: BlockTableConfig) -> NumpyRows:
     """Return empty rows of a new table.
 
     Raises:
@@ -179,7 +26,7 @@ def make_rows(config: BlockTableConfig) -> HostPath:
     return rows_maker()(config)
 
 
-def rows_maker() -> Callable[[BlockTableConfig], HostPath]:
+def rows_maker() -> Callable[[BlockTableConfig], NumpyRows]:
     """Return what makes rows.
 
     BLOCKTABLE_HOST_PATH chooses: "auto" (compiled where it can be imported), "numpy", "compiled".
@@ -191,7 +38,7 @@ def rows_maker() -> Callable[[BlockTableConfig], HostPath]:
     return _compiled("rows") or NumpyRows
 
 
-def compiled_step() -> Callable[..., Any] | None:
+def compiled_step() -> Any:
     """Return what does the numpy backend's whole step in one compiled call; None where the host path is numpy.
 
     Raises:

@@ -1,7 +1,7 @@
 """The numpy host path: a mirror of the arena, and a journal of what changed since the last commit (R4-R9).
 
-Methods do what `HostPath` says of them. Every operation is one pass of array calls over all groups at once. A *cell* is
-one row of one group; per-cell arrays are `[num_groups, n]` for the n rows of a call.
+Every operation is one pass of array calls over all groups at once. A *cell* is one row of one group; per-cell arrays
+are `[num_groups, n]` for the n rows of a call.
 """
 
 from __future__ import annotations
@@ -93,10 +93,19 @@ def _merge_ranges(offsets: IntArray, lengths: IntArray) -> tuple[IntArray, IntAr
 
 
 class NumpyRows:
-    """Rows of block ids for all groups, changed and sent by numpy.
+    """Rows of block ids for all groups, and what of them the device does not have yet; changed and sent by numpy.
+
+    Operations are atomic: they change every group, or raise and change nothing. `rows` [n] int64 without a name of its
+    own are rows that `check_rows` returned.
 
     Attributes:
+        mirror: [arena.size] int32. What the device holds after a commit; it follows every operation.
         journal: what differs from the device.
+        filled: [num_groups, num_rows] int32. Columns in use of each row, in the mirror.
+        committed_filled: [num_groups, num_rows] int32. The same as of the last commit; -1: not known (R24).
+        columns_per_block: [num_groups, 1] int64.
+
+    Rules: R4-R9.
     """
 
     journal_type: Any = Journal
@@ -106,13 +115,13 @@ class NumpyRows:
         self.config = config
         self.arena = arena
         try:
-            self._mirror: IntArray = arena.empty()
+            self.mirror: IntArray = arena.empty()
         except (MemoryError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"The table does not fit the host's memory: {4 * arena.size} bytes for {arena.num_rows} rows of "
                 f"{arena.widths} columns; lower max_num_reqs, max_num_rows or max_model_len."
             ) from error
-        self.filled: IntArray = arena.view(self._mirror, -1)
+        self.filled: IntArray = arena.view(self.mirror, -1)
         self.committed_filled: IntArray = self.filled.copy()
         # Room for a step that appends to every row: a count and a range of columns for each cell.
         self.journal: Any = self.journal_type(4 * arena.num_groups * arena.num_rows + 64)
@@ -142,22 +151,20 @@ class NumpyRows:
         self._indices: IntArray = np.arange(arena.num_rows)
         self._stamps: IntArray = np.zeros(arena.num_rows, np.int64)
 
-    @property
-    def mirror(self) -> IntArray:
-        return self._mirror
-
-    def watch(self) -> IntArray:
-        return self._mirror
-
-    def warmup(self) -> None:
-        pass
-
     # Checks. Everything below runs before the first entry changes.
 
     def one_row(self, name: str, row: Any) -> IntArray:
+        """Return a row of the table as [1] int64."""
         return np.array([row_index(name, row, self.arena.num_rows)])
 
     def check_rows(self, name: str, rows: Any, *, advice: str | None = DISTINCT_ROWS) -> IntArray:
+        """Return rows as [n] int64: inside the table and distinct. Valid until the caller's array changes.
+
+        Args:
+            name: of the argument.
+            rows: [n] ints.
+            advice: what the refusal of a repeated row says about it. None: rows may repeat.
+        """
         array = int_array(name, rows).astype(np.int64, copy=False)
         if array.size == 0:
             return array
@@ -255,12 +262,15 @@ class NumpyRows:
     # Operations.
 
     def append_row(self, row: Any, block_ids: Any) -> None:
+        """Check the row and append; arguments as `BlockTable.append_row`."""
         self.append(self.one_row("row", row), block_ids, None)
 
     def set_row(self, row: Any, block_ids: Any) -> None:
+        """Check the row and replace what it holds; arguments as `BlockTable.append_row`."""
         self.set(self.one_row("row", row), block_ids, None)
 
     def truncate_row(self, row: Any, num_blocks: Any) -> None:
+        """Check the row and truncate it; arguments as `BlockTable.truncate_row`."""
         rows = self.one_row("row", row)
         if isinstance(num_blocks, Sequence | np.ndarray):
             kept, num_groups = int_array("num_blocks", num_blocks), self.arena.num_groups
@@ -275,14 +285,17 @@ class NumpyRows:
             self.truncate(rows, min(non_negative("num_blocks", num_blocks), COUNT_LIMIT))
 
     def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        """Check the rows and append; arguments as `BlockTable.append_rows`."""
         _require_counts(counts)
         self.append(self.check_rows("rows", rows), block_ids, counts)
 
     def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        """Check the rows and replace what they hold; arguments as `BlockTable.append_rows`."""
         _require_counts(counts)
         self.set(self.check_rows("rows", rows), block_ids, counts)
 
     def append(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
+        """Add blocks after what the rows hold; `counts` None: all ids of a group go to the one row."""
         ids, blocks = self.check_ids(block_ids, counts, rows.size)
         cells = self._first_filled + rows
         filled = self.mirror[cells]
@@ -293,18 +306,27 @@ class NumpyRows:
         self.journal.mark(starts, columns)
 
     def set(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
+        """Replace what the rows hold; arguments as `append`."""
         ids, blocks = self.check_ids(block_ids, counts, rows.size)
         columns = self._require_capacity(rows, blocks)
         self._replace(rows, columns, self._kernel_ids(ids, blocks))
 
     def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
+        """Check the rows and truncate; arguments as `BlockTable.truncate_rows`."""
         checked = self.check_rows("rows", rows)
         self.truncate(checked, per_group_counts("num_blocks", num_blocks, self.arena.num_groups, checked.size))
 
     def clear_rows(self, rows: Any) -> None:
+        """Check the rows and make them empty."""
         self.truncate(self.check_rows("rows", rows), 0)
 
     def truncate(self, rows: IntArray, num_blocks: IntArray | int) -> None:
+        """Keep the first blocks of each row in each group; where there are fewer, change nothing.
+
+        Args:
+            rows: [n] int64.
+            num_blocks: [num_groups, n] integers, or one for all.
+        """
         cells = self._first_filled + rows
         filled = self.mirror[cells]
         kept = np.minimum(filled, np.minimum(num_blocks, self._capacity) * self.columns_per_block)
@@ -312,6 +334,7 @@ class NumpyRows:
         self._null(self._starts(rows) + kept, filled - kept)
 
     def null(self, rows: IntArray, group: int, starts: IntArray, stops: IntArray) -> None:
+        """Make manager blocks `starts[i] .. stops[i] - 1` of each row NULL; later ones stay."""
         expansion = int(self.columns_per_block[group, 0])
         held = self.filled[group, rows] // expansion
         wrong = np.flatnonzero((starts < 0) | (starts > stops) | (stops > held))
@@ -325,6 +348,15 @@ class NumpyRows:
         self._null(first + starts * expansion, (stops - starts) * expansion, self.arena.fillers[group])
 
     def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
+        """Exchange counts[i] manager blocks of each row in one group, from starts[i] on.
+
+        Args:
+            rows: [n] int64.
+            group: a group that exists.
+            starts: [n] int64.
+            block_ids: flat ids, row after row; nothing: none.
+            counts: [n] integers. None: all ids are for the one row.
+        """
         ids = self._check_group_ids("block_ids", group, block_ids)
         blocks = np.array([ids.size]) if counts is None else bounded(counts)
         if blocks.sum() != ids.size:
@@ -342,6 +374,7 @@ class NumpyRows:
         self._exchange(ranges(first + starts * expansion, blocks * expansion), self._group_kernel_ids(group, ids))
 
     def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
+        """Exchange block old_ids[i] by new_ids[i] wherever a row holds it, all at once."""
         old, new = self._check_mapping(group, old_ids, new_ids)
         expansion, filled = int(self.columns_per_block[group, 0]), self.filled[group]
         rows = np.flatnonzero(filled)
@@ -380,6 +413,13 @@ class NumpyRows:
         return old, new
 
     def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
+        """Replace each row dst[i] by what src[i] held before the call; with `vacate`, other sources become empty.
+
+        Args:
+            src: [n] int64. Rows; with `vacate` distinct.
+            dst: [n] int64. Distinct rows.
+            vacate: whether rows move.
+        """
         columns = self.mirror[self._first_filled + src].astype(np.int64)
         values = self.mirror[_entries(self._starts(src), columns)]
         if vacate:
@@ -388,24 +428,34 @@ class NumpyRows:
             columns = np.pad(columns, ((0, 0), (0, emptied.size)))
         self._replace(dst, columns, values)
 
-    def occupied_rows(self) -> IntArray:
-        return np.flatnonzero(self.filled.any(0))
-
     def invalidate(self) -> None:
+        """Mark everything as changed, as one range."""
         self.journal.clear()
         self.committed_filled.fill(-1)
         self.journal.mark(np.zeros(1, np.int64), np.array([self.arena.size]))
 
-    # A commit.
+    # A commit: `pack_changes` or `writes`, the store's launch, `committed`. Only the last one forgets anything.
 
     @property
     def has_changes(self) -> bool:
+        """Whether the device does not hold everything yet."""
         return bool(self.journal.lengths[: self.journal.size].any())
 
     def pending_ranges(self) -> tuple[IntArray, IntArray]:
-        return self.journal.merge()
+        """Return what has changed as disjoint ascending ranges of the arena. Valid until the next operation.
+
+        Returns:
+            offsets: [n] int64.
+            lengths: [n] int64, at least 1.
+        """
+        offsets, lengths = self.journal.merge()
+        return offsets, lengths
 
     def writes(self) -> Writes:
+        """Return what has changed as arrays. Valid until the next operation.
+
+        Where that is most of a large table, the whole arena as one range, which needs no scatter.
+        """
         offsets, lengths = self.pending_ranges()
         if lengths.size > 1 and lengths.sum() > self._most_scattered:
             offsets, lengths = np.zeros(1, np.int64), np.array([self.arena.size])
@@ -414,6 +464,15 @@ class NumpyRows:
         return self._take_writes(offsets, lengths)
 
     def pack_changes(self, block: IntArray) -> int:
+        """Lay what has changed out as `Writes.pack_changes` does.
+
+        Args:
+            block: [n] int32, C-contiguous, written. May hold anything after a result of -1.
+
+        Returns:
+            int32 entries used; 0: nothing is pending; -1: the changes do not fit, or are too many to be scattered, and
+            `writes` must be used.
+        """
         offsets, lengths = self.pending_ranges()
         if not lengths.size:
             return 0
@@ -422,6 +481,11 @@ class NumpyRows:
         return self._take_writes(offsets, lengths).pack_changes(block) or -1
 
     def committed(self) -> int:
+        """Forget what has changed: the device takes what `writes` or `pack_changes` returned last.
+
+        Returns:
+            Bytes of those changes as ranges, as `Writes.num_bytes`.
+        """
         self.journal.clear()
         self.committed_filled[...] = self.filled
         num_bytes, self._num_bytes = self._num_bytes, 0

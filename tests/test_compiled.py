@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from blocktable import BlockTable, BlockTableConfig, BlockTableError, ContextParallel, KVCacheGroup
-from blocktable.host_path import HostPath, make_rows
+from blocktable.host_path import make_rows
 from blocktable.rows import NumpyRows
 
 pytest.importorskip("blocktable_compiled.operations", reason="the compiled host path was not built")
@@ -38,7 +38,7 @@ def both(config: BlockTableConfig) -> tuple[CompiledRows, NumpyRows]:
     return CompiledRows(config), NumpyRows(config)
 
 
-def packed(host: HostPath, size: int = 2000) -> dict[int, int] | int:
+def packed(host: NumpyRows, size: int = 2000) -> dict[int, int] | int:
     """Return what a commit writes, entry by entry, each once; or what it says instead."""
     block = np.zeros(size, np.int32)
     used = host.pack_changes(block)
@@ -69,7 +69,7 @@ def same(compiled: CompiledRows, plain: NumpyRows) -> None:
     assert packed(compiled, 6) == packed(plain, 6) == (-1 if first.num_ranges else 0)
 
 
-def _edit(host: HostPath, step: int) -> None:
+def _edit(host: NumpyRows, step: int) -> None:
     """Change blocks inside rows, in one of three ways."""
     rng, group = np.random.default_rng(step), step % host.filled.shape[0]
     if step % 3 == 0:

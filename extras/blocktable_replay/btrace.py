@@ -9,13 +9,14 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from blocktable import BlockTableConfig, BlockTableError, ContextParallel, KVCacheGroup, ranges
+from blocktable.observer import ROW_CALLS
 
 MAGIC = b"\x89BTRACE\n"
 VERSION = 2
@@ -24,42 +25,22 @@ VERSION = 2
 1: before `copy_rows`, `replace_blocks`, `replace_block_ranges`, `remap_blocks` and the null blocks of each group.
 """
 
-ROW_CALLS = (
-    "append_row",
-    "set_row",
-    "clear_row",
-    "clear",
-    "move_row",
-    "swap_rows",
-    "copy_row",
-    "truncate_row",
-    "null_range",
-    "replace_blocks",
-    "append_rows",
-    "set_rows",
-    "clear_rows",
-    "truncate_rows",
-    "null_ranges",
-    "replace_block_ranges",
-    "remap_blocks",
-    "permute_rows",
-    "copy_rows",
-)
-"""Row operations: a frame's values are the arguments, in the order of the parameters."""
+OUTPUT_CALLS = {
+    "gather": ("idx_mapping", "num_reqs_padded", "num_reqs", "num_computed_tokens", "out"),
+    "compute_slot_mappings": ("idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "groups", "out"),
+    "step": (
+        *("idx_mapping", "query_start_loc", "positions"),
+        *("num_reqs_padded", "num_tokens_padded", "num_computed_tokens", "out"),
+    ),
+}
+"""Calls that put something out -> the parameters that a frame's values are the arguments of."""
 
-CALLS = (
-    *ROW_CALLS,
-    "commit",
-    "gather",
-    "compute_slot_mappings",
-    "step",
-    "invalidate",
-    "create_buffers",
-    "raised",
-    "digest",
-    "end",
-)
-"""Name of each frame's kind; its place is the code in the file. The last three are no calls of a table."""
+ARRAYS = ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens")
+"""Those of these parameters that are arrays on the device."""
+
+# A row operation's values are its arguments, in the order of its parameters. The last three are no calls of a table.
+CALLS = (*ROW_CALLS, "commit", *OUTPUT_CALLS, "invalidate", "create_buffers", "raised", "digest", "end")
+"""Name of each frame's kind; its place is the code in the file."""
 
 CODES = {name: code for code, name in enumerate(CALLS)}
 
@@ -343,11 +324,6 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
         if len(chunk) != unpacked_size:
             raise _TornError(f"byte {place}: a chunk is damaged")
         yield chunk
-
-
-def config_as_data(config: BlockTableConfig) -> dict[str, Any]:
-    """Return a configuration as JSON holds it."""
-    return asdict(config)
 
 
 def config_from(path: Path, data: Any) -> BlockTableConfig:
