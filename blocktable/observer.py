@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from blocktable.errors import BlockTableError, UnsupportedError
 
-OBSERVED_CALLS = (
+ROW_CALLS = (
     "append_row",
     "set_row",
     "clear_row",
@@ -32,6 +32,11 @@ OBSERVED_CALLS = (
     "remap_blocks",
     "permute_rows",
     "copy_rows",
+)
+"""Methods that change rows. Their order is part of the format of recordings."""
+
+OBSERVED_CALLS = (
+    *ROW_CALLS,
     "commit",
     "gather",
     "compute_slot_mappings",
@@ -43,7 +48,7 @@ OBSERVED_CALLS = (
     "map_positions",
     "invalidate",
 )
-"""Methods that change rows or write outputs."""
+"""Methods that an observer hears of: they change rows or write outputs."""
 
 RECORDERS_GROUP = "blocktable.recorders"
 RECORDER_NAME = "btrace"
