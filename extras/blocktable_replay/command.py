@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from blocktable import BlockTableConfig, get_backend
 from blocktable.cli import INTERRUPTED, UsageError, say
-from blocktable_replay.arguments import command_line, given_options, make_parser
+from blocktable_replay.arguments import given_options, make_parser
 from blocktable_replay.btrace import Recording, RecordingError, is_recording
 from blocktable_replay.lane import Lane
 from blocktable_replay.options import ReplayOptions, as_pairs
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         result = _replay_recording(arguments)
     else:
         result = _replay_trace(arguments)
-    summary = summarise(result, command_line(argv))
+    summary = summarise(result, shlex.join(["blocktable", "replay", *argv]))
     say(as_text(summary))
     if arguments.json is not None:
         _write(arguments.json, json.dumps(summary, indent=2) + "\n")
