@@ -9,7 +9,7 @@ import numpy as np
 
 from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
-from blocktable.errors import ArgumentError, BlockTableError
+from blocktable.errors import ArgumentError, BlockTableError, UnsupportedError
 from blocktable.protocols import Array, Backend, BlockStore, IntArray
 from blocktable.rows import NumpyRows
 
@@ -40,11 +40,13 @@ class Inspection:
     Attributes:
         config: the geometry.
         backend: the backend object.
+        device: what the backend calls a device.
         store: the backend's memory.
     """
 
     config: BlockTableConfig
     backend: Backend
+    device: Any
     store: BlockStore
     _rows: NumpyRows
 
@@ -175,6 +177,12 @@ class Inspection:
                 for row, column in zip(found_rows[held].tolist(), columns[held].tolist(), strict=True)
             ),
         )
+
+    def _require(self, capability: str, what: str) -> None:
+        if capability not in self.backend.capabilities:
+            raise UnsupportedError(
+                f"{what} needs the capability {capability!r}, which backend {self.backend.name!r} does not declare."
+            )
 
     def _group_index(self, group: Any) -> int:
         index = int_scalar("group", group)

@@ -10,7 +10,7 @@ import numpy as np
 
 from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
 from blocktable.config import BlockTableConfig
-from blocktable.errors import ConfigError, DtypeError, UnsupportedError
+from blocktable.errors import ConfigError, DtypeError
 from blocktable.export_calls import ExportCalls
 from blocktable.exports import ExportSets, check_groups
 from blocktable.host_path import make_rows
@@ -103,12 +103,6 @@ class BlockTable(RowOperations, ExportCalls):
         self._checks = BatchChecks(config, self.backend, self._rows, self.buffers.slot_mappings[0])
         self._plan: StepPlan | None = None
         self._observed_calls = ObservedCalls(self)
-
-    def _require(self, capability: str, what: str) -> None:
-        if capability not in self.backend.capabilities:
-            raise UnsupportedError(
-                f"{what} needs the capability {capability!r}, which backend {self.backend.name!r} does not declare."
-            )
 
     # Device.
 
