@@ -7,7 +7,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from blocktable.errors import BlockTableError, UnsupportedError
@@ -81,9 +80,7 @@ class OpenRecording(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
     def flush(self) -> None:
         """Hand everything recorded so far to whatever writes the file."""
@@ -103,9 +100,7 @@ class Observation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import BlockTableConfig, IntArray
-from blocktable_replay.prefix import NO_BLOCKS
-from blocktable_replay.record import BlockRecord
+from blocktable_replay.record import NULLED, BlockRecord
 
 OF_ONE_ROW: dict[str, Callable[..., tuple[Any, ...]]] = {
     "append_row": lambda row, ids: ("append_rows", [row], ids, None),
@@ -60,15 +59,8 @@ class RowModel:
 
     def holders(self) -> list[IntArray]:
         """Return for each group [highest id + 1] int64: how many rows hold each block; NULL is nobody's."""
-        counts = self.committed.counts
-        return [
-            np.bincount(
-                np.concatenate(
-                    [NO_BLOCKS, *(self.committed.held(group, row) for row in np.flatnonzero(counts[group]).tolist())]
-                )
-            )
-            for group in range(self._num_groups)
-        ]
+        record = self.committed
+        return [record.holders(group, np.flatnonzero(counts)) for group, counts in enumerate(record.counts)]
 
     # The operations of many rows, named as the methods of BlockTable.
 
@@ -95,7 +87,8 @@ class RowModel:
         self.host.counts[:, where] = np.minimum(self.host.counts[:, where], kept)
 
     def _null_ranges(self, rows: Any, group: int, starts: Any, stops: Any) -> None:
-        self.host.null(group, self._change(rows), np.asarray(starts, np.int64), np.asarray(stops, np.int64))
+        firsts = np.asarray(starts, np.int64)
+        self.host.put(group, self._change(rows), firsts, np.asarray(stops, np.int64) - firsts, NULLED)
 
     def _permute_rows(self, src: Any, dst: Any) -> None:
         counts = self.host.counts[:, np.asarray(src, np.int64)]
@@ -114,7 +107,7 @@ class RowModel:
     def _replace_block_ranges(self, rows: Any, group: int, starts: Any, block_ids: Any, counts: Any) -> None:
         ids = _one_group(block_ids)
         sizes = np.asarray([ids.size] if counts is None else counts, np.int64)
-        self.host.replace(group, self._change(rows), np.asarray(starts, np.int64), ids, sizes)
+        self.host.put(group, self._change(rows), np.asarray(starts, np.int64), sizes, ids)
 
     def _remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
         self.host.remap(group, _one_group(old_ids), _one_group(new_ids))
