@@ -134,16 +134,13 @@ def per_group_counts(name: str, counts: Any, num_groups: int, num_rows: int) -> 
 
     The result may be a read-only view that repeats one array.
     """
-    if isinstance(counts, np.ndarray) and counts.ndim == 2:
-        nested = counts.shape[0] == num_groups
-        arrays = list(counts)
-    elif isinstance(counts, Sequence) and len(counts) and _is_nested(counts[0]):
-        nested = len(counts) == num_groups
-        arrays = list(counts)
+    if isinstance(counts, np.ndarray):
+        is_nested = counts.ndim == 2
     else:
-        nested, arrays = True, [counts]
+        is_nested = isinstance(counts, Sequence) and len(counts) > 0 and _is_nested(counts[0])
+    arrays = list(counts) if is_nested else [counts]
     expected = f"{name} must be [{num_rows}] ints, or one such array for each of the {num_groups} groups"
-    if not nested:
+    if is_nested and len(arrays) != num_groups:
         raise ArgumentError(f"{expected}; got {len(arrays)} arrays.")
     checked = [int_array(name, array) for array in arrays]
     for array in checked:
