@@ -330,7 +330,7 @@ class BlockTableConfig:
         context_parallel: this rank's share of the tokens.
         width_alignment: tokens; see `row_width`.
         slot_dtype: "int64", or "int32" where every slot fits.
-        steps_in_flight: commits whose device work may be unfinished before the next one waits (R9).
+        steps_in_flight: commits whose device work may be unfinished before the next one waits (R9.3).
         max_num_rows: rows of the table, apart from those of a batch; either may be more. None: `max_num_reqs`.
 
     Attributes:

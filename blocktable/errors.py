@@ -10,11 +10,11 @@ class ConfigError(BlockTableError, ValueError):
 
 
 class ArgumentError(BlockTableError, ValueError):
-    """An argument's value, length or shape is not allowed (R4, R7, R10, R15)."""
+    """An argument's value, length or shape is not allowed (R4, R7, R10.4, R10.10, R15)."""
 
 
 class DtypeError(BlockTableError, TypeError):
-    """An argument has the wrong type or dtype (R7, R10, R12)."""
+    """An argument has the wrong type or dtype (R7, R10.8, R12)."""
 
 
 class RowIndexError(BlockTableError, IndexError):

@@ -103,7 +103,7 @@ def fill_of(config: BlockTableConfig, layout: Layout, group: int) -> int:
 
     That is made of the group's filler, or of kernel block 0 where that is -1.
 
-    Rules: R25.
+    Rules: R25.7.
     """
     if layout.kind == "placeholder":
         return 0

@@ -38,13 +38,14 @@ def rows_maker() -> Callable[[BlockTableConfig], NumpyRows]:
     return _compiled("rows") or NumpyRows
 
 
-def compiled_step() -> Any:
+def compiled_step() -> Callable[..., Any] | None:
     """Return what does the numpy backend's whole step in one compiled call; None where the host path is numpy.
 
     Raises:
         BackendUnavailableError, ConfigError: as `rows_maker`.
     """
-    return _compiled("step")
+    found: Callable[..., Any] | None = _compiled("step")
+    return found
 
 
 def compiled_append() -> Callable[..., int] | None:

@@ -124,7 +124,7 @@ class Inspection:
         Raises:
             BlockTableError: naming the first entry that differs.
 
-        Rules: R5, R9.
+        Rules: R5, R9.1.
         """
         arena, rows = self.config.arena, self._rows
         pending = np.zeros(arena.size, np.bool_)
@@ -143,7 +143,7 @@ class Inspection:
                 )
                 raise BlockTableError(
                     f"The device differs from the host at {where}: it holds {got[row, column]}, the host "
-                    f"{expected[row, column]}; {len(wrong)} entries differ there (R9)."
+                    f"{expected[row, column]}; {len(wrong)} entries differ there (R9.1)."
                 )
 
     def locate(self, group: int, slot: int) -> SlotLocation:

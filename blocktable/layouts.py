@@ -1,4 +1,4 @@
-"""What attention kernels demand of a block table, as data, and the width that satisfies all who read one (R25, R32).
+"""What attention kernels demand of a block table, as data, and the width that satisfies all who read one (R25.2, R32).
 
 A `Layout` describes the array that one consumer reads; `LAYOUTS` holds those of the kernels people use. Versions move:
 compare with the one that you run. docs/layouts.md is written from here.

@@ -55,7 +55,7 @@ class Batch:
             identity at most the table's rows.
         num_computed_tokens: [num_reqs] int32. Batch index -> tokens computed before this step (R11).
         num_positions: entries of `positions`; an array may not say it itself.
-        wants_tables: whether a fused step must gather; else the caller is given the table's own rows (R10).
+        wants_tables: whether a fused step must gather; else the caller is given the table's own rows (R10.9).
         seq_lens: [num_reqs] int32. Batch index -> tokens of the sequence, for exports that need it (R27).
         first_tokens: [num_reqs] int32. Batch index -> token that the exported part of its row begins with (R34).
     """
@@ -263,7 +263,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class ExportBuffers:
-    """The arrays of one export, made by the core. Addresses and strides never change; callers only read (R25).
+    """The arrays of one export, made by the core. Addresses and strides never change; callers only read (R25.8).
 
     Attributes:
         layout: what it holds.
@@ -274,7 +274,7 @@ class ExportBuffers:
         num_kernel_blocks: "inverse_map": kernel blocks of each group's cache; else 0.
         members: [num_groups] int32. `groups` on the device.
         fills: for each group, what a place without an entry holds: the layout's null, or where that is None a valid
-            entry, made of the group's filler, or of block 0 where that is -1 (R25).
+            entry, made of the group's filler, or of block 0 where that is -1 (R25.7).
         counts: [2 * max_batch + 2] int32, the backend's own. Entries of each batch row; those of the call before;
             all of them together; all of the call before.
         entries: by kind, C-contiguous; None for "lengths".
@@ -319,7 +319,7 @@ class BlockStore(Protocol):
     """
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
-        """Scatter the changes into the arena, in stream order (R9).
+        """Scatter the changes into the arena, in stream order (R9.1).
 
         Zero ranges change nothing, and still prepare (compile) what a later call needs.
         """
@@ -344,7 +344,7 @@ class StagingStore(BlockStore, Protocol):
     """
 
     def lend(self, stream: int | None) -> IntArray:
-        """Return [n] int32 for the changes of one commit on this stream; waits where all of it is in use (R9).
+        """Return [n] int32 for the changes of one commit on this stream; waits where all of it is in use (R9.3).
 
         Raises:
             BlockTableError: the stream is capturing (R21).

@@ -140,7 +140,7 @@ class NumpyRows:
         self._id_limits = [group.block_id_limit for group in groups]
         # Ids that no group refuses, whatever its null block is.
         self._safe_ids = max(0, *(null + 1 for null in self._null_ids)), min(self._id_limits) - 1
-        # What a steady commit may change (R9) is scattered in any case: sending everything may wait.
+        # What a steady commit may change (R9.4) is scattered in any case: sending everything may wait.
         cells = arena.num_groups * arena.num_rows
         steady = arena.num_rows * int(self.columns_per_block.sum()) + cells + sum(arena.widths)
         is_large = arena.size >= BULK_ENTRIES
@@ -448,8 +448,8 @@ class NumpyRows:
             offsets: [n] int64.
             lengths: [n] int64, at least 1.
         """
-        offsets, lengths = self.journal.merge()
-        return offsets, lengths
+        found: tuple[IntArray, IntArray] = self.journal.merge()
+        return found
 
     def writes(self) -> Writes:
         """Return what has changed as arrays. Valid until the next operation.

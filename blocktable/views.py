@@ -102,7 +102,7 @@ class BufferViews:
             raise ArgumentError("out must be a set of buffers that this table's create_buffers() made.")
 
     def block_tables(self, buffers: StepBuffers, batch: Batch) -> tuple[Array, ...]:
-        """Return the batch tables of a batch; with the identity they are the table's own first rows (R10)."""
+        """Return the batch tables of a batch; with the identity they are the table's own first rows (R10.9)."""
         views = self._sets[buffers]
         key = _view_key(batch)
 

@@ -22,6 +22,7 @@ STEP_KERNELS = ("apply_changes", "null_stale_columns", "gather_block_tables", "m
 EXPORT_KERNELS = (
     *("count_entries", "start_requests", "write_indices", "write_table"),
     *("clear_inverse_map", "write_inverse_map", "gather_state_indices"),
+    *("map_requests", "map_positions"),
 )
 KERNELS = STEP_KERNELS + EXPORT_KERNELS
 SOURCES = {

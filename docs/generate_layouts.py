@@ -47,7 +47,7 @@ batch rows, S the state columns, N the kernel blocks of the cache, n the entries
 "strict": contiguous with canonical strides; "rows": the entries of a row lie side by side, rows may be apart.
 "null" is the entry of a place that holds no block: -1 where the consumer tests for it; "filler" where it reads
 entries past the length and only wants a valid address: the group's filler, or block 0 where that is -1
-([R25](spec.md#exports)). A group with `null_block_id=-1` therefore hands its raw batch table, which holds -1, to
+([R25.7](spec.md#exports)). A group with `null_block_id=-1` therefore hands its raw batch table, which holds -1, to
 those alone who test for -1 or stop at the length, as torch's PagedAttention and nano-vllm do; vLLM's Triton kernel
 and FlashAttention 3 do not, and get a copy.
 """
@@ -89,7 +89,10 @@ memory that no token was written to is shown too:
 | torch FlexAttention, whole cache | `flex_attention` | must be finite: what its mask hides is multiplied by 0 |
 
 FlashInfer, FlashAttention 3 and torch's `varlen_attn` run where they are installed, and are said to be absent
-elsewhere; FlashInfer's page table is read in plain Python besides, by its published definition.
+elsewhere. Of FlashInfer these are the paged prefill and decode wrappers, planned from `export_host`, and
+`append_paged_kv_cache`, fed by `token_requests`; its page table is read, and appended through, in plain Python
+besides, by its published definition. The recipes of [exports.md](exports.md) run there too, and it is shown that no
+call of a step makes the host wait.
 
 On an H200 the kernels of this table passed over the Triton, CuPy and Numba backends, in float16, bfloat16 and
 float32; FlexAttention in a run of its own. So did FlashAttention 3 as vLLM 0.25.1 builds it, in the first two dtypes:

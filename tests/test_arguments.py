@@ -82,7 +82,7 @@ def test_nothing_for_all_groups_is_nothing(path: str, monkeypatch: pytest.Monkey
 
 
 def test_arrays_that_no_kernel_can_read_are_refused() -> None:
-    """Rules: R10, R12, R17."""
+    """Rules: R10.8, R12, R17."""
     table = make(2)
     idx, starts, positions = np.array([0], np.int32), np.array([0, 1], np.int32), np.array([1])
     with pytest.raises(bt.DtypeError, match=">i4"):
@@ -104,7 +104,7 @@ def test_an_empty_query_start_loc_is_refused_as_such() -> None:
 
 
 def test_verify_sees_a_committed_entry_beside_many_pending_ones() -> None:
-    """Rules: R9."""
+    """Rules: R9.1."""
     table = make(max_num_reqs=64, max_model_len=16 * 2048)
     table.set_row(63, [5])
     table.commit()
@@ -177,7 +177,7 @@ def test_ten_thousand_token_counts_keep_a_bounded_number_of_steps() -> None:
 
 
 def test_left_out_sizes_are_those_of_the_batch() -> None:
-    """What is returned is not padded; buffers are written to their ends, over a larger batch. Rules: R10, R15, R17."""
+    """What is returned is not padded; buffers are written to their ends. Rules: R10.4, R15, R17."""
     table = make(max_model_len=32)
     table.set_rows([0, 1], [np.array([1, 2], np.int32)], [1, 1])
     table.step(np.array([1, 0, 1], np.int32), np.array([0, 2, 4, 6], np.int32), np.arange(6))

@@ -2,8 +2,12 @@
 
 import itertools
 import json
+import re
+import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +15,27 @@ import numpy as np
 import pytest
 
 import blocktable as bt
-from blocktable_benchmarks import exports
+from blocktable_benchmarks import callers, exports, small_engine
 from blocktable_benchmarks import worker as worker_module
 from blocktable_benchmarks.__main__ import main, make_lanes, parse
 from blocktable_benchmarks.agreement import WrongResult, check_slots, check_steps
+from blocktable_benchmarks.caller_lane import CallerLane
+from blocktable_benchmarks.callers import (
+    PEER_SPELLINGS,
+    SIZES,
+    SPELLINGS,
+    caller_workloads,
+    case_name,
+    make_churn,
+    wanted_share,
+)
+from blocktable_benchmarks.cells import Table
 from blocktable_benchmarks.host_profile import profile_host
 from blocktable_benchmarks.peers import find_peers
 from blocktable_benchmarks.render import as_markdown, as_text, fill_page
 from blocktable_benchmarks.runner import Lane, Results, merge, run_lane
 from blocktable_benchmarks.table_lane import TableLane
-from blocktable_benchmarks.tables import Table, best_peer, make_tables
+from blocktable_benchmarks.tables import best_peer, make_tables
 from blocktable_benchmarks.timing import Pace, gpu_step_time, host_time, steps_before_wait
 from blocktable_benchmarks.worker import SECTIONS, Worker
 from blocktable_benchmarks.workloads import (
@@ -33,6 +48,8 @@ from blocktable_benchmarks.workloads import (
     step_workloads,
     sweep_workload,
 )
+
+ROOT = Path(__file__).parents[1]
 
 SMALL = [shrink(workload) for workload in (*step_workloads(), *slot_workloads())]
 
@@ -81,6 +98,12 @@ class FakeGpu:
                     call()
 
         return Graph()
+
+    def inference_mode(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def default_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def free_bytes(self) -> int:
         return 0
@@ -248,7 +271,17 @@ def test_every_section_runs_and_makes_a_table(gpu: FakeGpu, monkeypatch: pytest.
     worker._bandwidth()
     assert not [record for record in records if "error" in record or "not_run" in record]
     titles = " ".join(table.title for table in make_tables(results_of(records).data))
-    for word in ("machine", "took part", "DCP 4", "slot kernel alone", "16,777,216", "Waits", "Scaling over width"):
+    for word in (
+        "machine",
+        "took part",
+        "256 requests, 8 groups: host us",
+        "On the CPU",
+        "DCP 4",
+        "slot kernel alone",
+        "16,777,216",
+        "Waits",
+        "Scaling over width",
+    ):
         assert word in titles
 
 
@@ -409,6 +442,265 @@ def test_ratios_are_those_to_the_best_peer() -> None:
         results["lanes"].update(results_of(step(time_us), name, "peer").data["lanes"])
     (table,) = [table for table in make_tables(results) if table.name == "steps"]
     assert [row[-2] for row in table.rows] == ["4.5x", "0.5x", "1.0x"]
+
+
+# Callers.
+
+
+@pytest.mark.parametrize("is_mix", [False, True])
+@pytest.mark.parametrize("workload", caller_workloads(is_quick=True), ids=lambda workload: workload.name)
+def test_requests_come_and_go_as_the_batch_says(workload: Workload, is_mix: bool) -> None:
+    inputs = make_inputs(workload)
+    steps = make_churn(inputs, 100, is_mix=is_mix)
+    assert [step.ends for step in steps] == [step.ends for step in make_churn(inputs, 100, is_mix=is_mix)]
+    rows = inputs.idx_mapping.tolist()
+    free = set(range(workload.num_reqs, workload.num_rows))
+    for step in steps:
+        assert all(rows[place] == row for place, row in step.ends)
+        assert all(row in free for _, row, _ in step.begins)
+        assert [place for place, _ in step.ends] == [place for place, _, _ in step.begins]
+        for (place, old), (_, new, ids) in zip(step.ends, step.begins, strict=True):
+            free = free - {new} | {old}
+            rows[place] = new
+            assert [len(group) for group in ids] == [workload.filled] * workload.num_groups
+        assert rows == step.idx_mapping.tolist()
+        assert all(rows[place] == row for place, row, _ in step.grows)
+        assert not {place for place, _, _ in step.grows} & {place for place, _ in step.ends}
+    assert len({len(step.ends) for step in steps}) == (3 if is_mix else 1)
+
+
+def test_every_spelling_is_checked_and_timed(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a device every one; "capture" where the backend declares it."""
+    monkeypatch.setattr(CallerLane, "can_spell", lambda self, spelling: True)
+    records: list[dict[str, Any]] = []
+    worker = make_worker(records, sections=["callers"])
+    worker.gpu = gpu  # type: ignore[assignment]
+    worker.run()
+    assert not [record for record in records if "error" in record]
+    found = {record["key"]: record["value"] for record in records if record["section"] == "callers"}
+    names = [workload.name for workload in caller_workloads(is_quick=True)]
+    assert list(found) == [f"{name}: {spelling.key}" for name in names for spelling in SPELLINGS]
+    assert all(value["host_us"] > 0 for value in found.values())
+    assert (
+        found[f"{names[0]}: commit_mix"]["bytes_per_step"] > found[f"{names[0]}: commit_steady"]["bytes_per_step"] > 0
+    )
+    assert [record["key"] for record in records if record["section"] == "small_engine"] == ["8 requests x 200 tokens"]
+
+
+def test_a_host_backend_has_no_calls_of_a_device() -> None:
+    lane = CallerLane("numpy", None)
+    missing = {spelling.key for spelling in SPELLINGS if not lane.can_spell(spelling)}
+    assert missing == {"host", "captured", "inference", "default_device"}
+
+
+def test_a_spelling_whose_result_is_wrong_costs_its_own_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = CallerLane._lists_step
+
+    def wrong(self: CallerLane) -> Callable[[int], object]:
+        self.id_lists = [callers_ids_plus_one(ids) for ids in self.id_lists]
+        return plain(self)
+
+    def callers_ids_plus_one(ids: Any) -> Any:
+        return [callers_ids_plus_one(each) if isinstance(each, list) else each + 1 for each in ids]
+
+    monkeypatch.setattr(CallerLane, "_lists_step", wrong)
+    records: list[dict[str, Any]] = []
+    make_worker(records, sections=["callers"]).run()
+    failed = [(record["key"].rpartition(": ")[2], record["error"]) for record in records if "error" in record]
+    # What comes later takes the same lists.
+    assert failed[0][0] == "lists"
+    assert {key for key, _ in failed} <= {"lists", "commit_steady"}
+    assert all("entries of the batch table differ" in error for _, error in failed)
+
+
+def test_a_table_that_cannot_be_made_is_said_for_each_figure() -> None:
+    workload, records = caller_workloads(is_quick=True)[0], []
+
+    class Broken(CallerLane):
+        def open(self, inputs: Any, steps_in_flight: int = 2) -> None:
+            raise bt.ConfigError("planted")
+
+    clock = callers.Clock(3, 2, Pace(), 0.0)
+    case = callers.CallerCase(workload, Broken("numpy", None), CallerLane("numpy", None), clock, is_peer=False)
+    for spelling in SPELLINGS[:2]:
+        with pytest.raises(bt.ConfigError) as error:
+            case.measure(spelling)
+        records.append(str(error.value))
+    case.close()
+    assert records == ["planted", "planted"]
+
+
+def test_what_a_step_spends_otherwise_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        untimed = 0.0
+
+        def step(self, turn: int) -> None:
+            time.sleep(0.002)
+            self.untimed += 0.002
+
+        def rewind(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    subject, pace = Slow(), Pace()
+    whole = host_time(subject, 3, 2, pace, patience=0.0)
+    assert host_time(subject, 3, 2, pace, 0.0, lambda: subject.untimed) <= whole - 1900
+
+
+@pytest.mark.parametrize(
+    ("key", "num_reqs", "num_groups", "backend", "share"),
+    [
+        ("same", 256, 1, "cupy", 0.25),
+        ("same", 32, 1, "triton", 0.25),
+        ("same", 8, 1, "cupy", 0.40),
+        ("same", 256, 8, "cupy", 0.25 / 3),
+        ("same", 8, 8, "cupy", 0.40 / 3),
+        ("single", 256, 1, "numba", 0.75),
+        ("host", 256, 1, "cupy", 1.0),
+        ("nothing", 256, 1, "cupy", None),
+    ],
+)
+def test_shares_that_are_wanted(key: str, num_reqs: int, num_groups: int, backend: str, share: float | None) -> None:
+    (spelling,) = [spelling for spelling in SPELLINGS if spelling.key == key]
+    assert wanted_share(spelling, num_reqs, num_groups, backend) == (None if share is None else pytest.approx(share))
+
+
+def test_a_row_stands_beside_a_work_that_engines_tables_do() -> None:
+    works = {spelling.key for spelling in PEER_SPELLINGS}
+    assert {spelling.beside for spelling in SPELLINGS} - {""} <= works
+    assert all(spelling.beside for spelling in SPELLINGS if spelling.share is not None)
+
+
+def caller_run(**lanes: float) -> dict[str, Any]:
+    """Results in which each lane takes so many microseconds for everything, and half of it where nothing changes."""
+    run = results_of([]).data | {"lanes": {}}
+    for name, time_us in lanes.items():
+        is_peer = name.startswith("v")
+        records = [
+            {"section": "callers", "key": f"{case_name(*size)}: {spelling.key}", "value": figure | {"pace": 1.0}}
+            for size in SIZES
+            for spelling in (PEER_SPELLINGS if is_peer else SPELLINGS)
+            for figure in [{"host_us": time_us / (2 if spelling.work == "nothing" else 1), "appended": 16}]
+        ]
+        lane = name.replace("_", " ").replace("v", "vLLM 0.").replace("x", ".")
+        run["lanes"].update(results_of(records, lane, "peer" if is_peer else "backend").data["lanes"])
+    return run
+
+
+def test_shares_are_those_of_the_v1_table_that_is_named() -> None:
+    run = caller_run(cupy=13.0, numba=13.0, numpy=500.0, v33x0_V1=90.0, v25x1_V1=40.0, v25x1_V2=10.0)
+    first, host, *others = [table for table in make_tables(run) if table.name.startswith("caller")]
+    assert first.title == "256 requests, 1 group: host us of a step (share of vLLM 0.25.1 V1's)"
+    assert first.header == ["", "wanted share", "cupy", "numba (1.5 x wanted)", "numpy", "vLLM 0.25.1 V1"]
+    rows = {row[0]: row[1:] for row in first.rows}
+    assert rows[SPELLINGS[0].name] == ["0.25", "13.0 (0.33) missed", "13.0 (0.33)", "500.0", "40.0"]
+    assert rows["no change"] == ["-", "6.5", "6.5", "250.0", "20.0"]
+    assert rows["the slicing alone"] == ["-", "13.0", "13.0", "500.0", "-"]
+    assert rows["pace (1.00: undisturbed)"] == ["-", "1.00", "1.00", "1.00", "1.00"]
+    assert [row[3] for row in host.rows] == ["500.0 missed"] * 2  # of 150 us that a step on the host may take
+    assert [table.title for table in others][-2:] == [
+        "What a call or another spelling adds, host us",
+        "The engines' tables by their own calls, host us of a step",
+    ]
+    costs = {row[0]: row[1:] for row in others[-2].rows}
+    assert costs["256 requests, 1 group: one `append_row` of one block, on average"] == [
+        *("0.4", "0.81 missed", "0.81 missed", "31.25 missed")
+    ]
+    assert others[-1].header == ["", "vLLM 0.33.0 V1", "vLLM 0.25.1 V1", "vLLM 0.25.1 V2"]
+
+
+def test_the_page_says_which_shares_are_kept_and_which_one_is_missed_most() -> None:
+    run = caller_run(cupy=15.0, numba=1.0, v25x1_V1=40.0)
+    text, method = [table.text for table in make_tables(run) if table.text]
+    assert method.startswith("### Every size of batch\n")
+    assert text.startswith("## What a user gets\n\nHost time of a step")
+    assert re.search(
+        r'^- cupy keeps \d+ of 78 shares\. Furthest off is ".*" with .* groups: 0\.\d+ where', text, re.MULTILINE
+    )
+    assert "- numba keeps 78 of 78 shares (1.5 times what is wanted of the others).\n" in text
+    without = caller_run(cupy=15.0)
+    assert any("so there are no shares" in table.text for table in make_tables(without))
+
+
+def test_shares_are_of_one_run() -> None:
+    """Of a second run that measured callers nothing is shown, though what the first one lacks is taken from it."""
+    first, second = caller_run(cupy=10.0, v25x1_V1=40.0), caller_run(cupy=20.0, triton=20.0, v25x1_V1=20.0)
+    older = results_of([]).data
+    tables = [table for table in make_tables(merge([older, first, second])) if table.name == "callers"]
+    assert tables[0].header == ["", "wanted share", "cupy", "vLLM 0.25.1 V1"]
+    assert tables[0].rows[0][2:] == ["10.0 (0.25)", "40.0"]
+
+
+def test_lists_and_table_prepare_the_same_step() -> None:
+    make_tensor, view, _ = small_engine._library()
+    engines: list[Any] = [small_engine.ListEngine(make_tensor), small_engine.TableEngine(5, view)]
+    lists, table = (small_engine.Decode(engine, 5, 20) for engine in engines)
+    for turn in range(40):
+        small_engine._check(lists.step(turn), table.step(turn))
+    positions, slots, context_lens, tables = table.step(40)
+    assert positions.tolist() == [60, 61, 62, 63, 64]  # 20, 21, .. tokens at first, and one more each step
+    assert context_lens.tolist() == [61, 62, 63, 64, 65]
+    assert slots[0] == tables[0, 3] * 16 + 12
+    with pytest.raises(WrongResult, match="slots differ"):
+        small_engine._check(lists.step(40), (positions, slots + 1, context_lens, tables))
+
+
+def test_callers_are_measured_by_default_and_can_be_measured_alone() -> None:
+    for words, first in (([], "callers"), (["--section", "callers"], "callers"), (["--section", "steps"], "steps")):
+        _, lane = make_lanes(parse(["--backend", "numpy", "--no-peers", *words]))
+        assert lane.plan["sections"][0] == first
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0"])
+def test_vllms_tables_do_the_same_works_by_their_own_calls(version: str, tmp_path: Path) -> None:
+    """Where vLLM's files lie in .peers; in Triton's interpreter."""
+    if not (ROOT / f".peers/vllm-{version}").is_dir():
+        pytest.skip(f"no vLLM {version} in .peers")
+    (tmp_path / "peers").mkdir()
+    (tmp_path / f"peers/vllm-{version}").symlink_to(ROOT / f".peers/vllm-{version}")
+    path = tmp_path / "result.json"
+    words = ["--quick", "--backend", "numpy", "--peers", str(tmp_path / "peers"), "--section", "callers"]
+    assert main([*words, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())["lanes"][f"vLLM {version} V1"]["callers"]
+    assert len(found) == 2 * len(PEER_SPELLINGS)
+
+
+# The page.
+
+
+def page_command() -> list[str]:
+    """Return the arguments of the command that the page names for its tables, without the page."""
+    (command,) = re.findall(
+        r"^blocktable (bench --from .*?--fill docs/performance\.md)$", PAGE, re.MULTILINE | re.DOTALL
+    )
+    return shlex.split(command.replace("\\\n", ""))[1:-1]
+
+
+PAGE = (ROOT / "docs/performance.md").read_text()
+
+
+def fill(page: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(ROOT)
+    shutil.copy(ROOT / "docs/performance.md", page)
+    main([*words, str(page)])
+    return page.read_text()
+
+
+def test_the_page_shows_what_its_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fill(tmp_path / "page.md", page_command(), monkeypatch) == PAGE
+
+
+def test_the_page_leads_with_callers_once_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "callers.json"
+    run.write_text(json.dumps(caller_run(cupy=10.0, v25x1_V1=40.0)))
+    command = page_command()
+    command.insert(-1, str(run))
+    filled = fill(tmp_path / "page.md", command, monkeypatch)
+    headings = re.findall(r"^##? (.*)$", filled, re.MULTILINE)
+    assert headings[:2] == ["Performance", "What a user gets"]
+    assert filled.count("What a user gets") == 1
+    assert [line for line in filled.splitlines() if "**32 requests, 8 groups: host us" in line]
+    assert fill(tmp_path / "again.md", page_command(), monkeypatch) == PAGE
 
 
 # Peers.

@@ -86,7 +86,7 @@ def _edit(host: NumpyRows, step: int) -> None:
 @pytest.mark.parametrize("config", [CONFIG, ONE_GROUP], ids=["groups", "one"])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_histories_are_equal(config: BlockTableConfig, seed: int) -> None:
-    """Rules: R4, R6, R9."""
+    """Rules: R4, R6, R9.1."""
     rng = np.random.default_rng(seed)
     pair = both(config)
     taken = 0
@@ -176,7 +176,7 @@ def test_the_steady_append_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_most_of_a_large_table_is_sent_as_one_range(
     path: str, num_rows: int, num_ranges: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rules: R9."""
+    """Rules: R9.6."""
     monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
     config = BlockTableConfig(
         groups=[KVCacheGroup(block_size=16)], max_num_reqs=256, max_num_batched_tokens=64, max_model_len=16 * 512
@@ -199,7 +199,7 @@ def test_most_of_a_large_table_is_sent_as_one_range(
 
 
 def test_an_unsorted_append_survives_a_look_at_the_journal() -> None:
-    """Values that the append noted are not taken once their ranges have moved. Rules: R9."""
+    """Values that the append noted are not taken once their ranges have moved. Rules: R9.1."""
     compiled, plain = both(ONE_GROUP)
     for host in (compiled, plain):
         host.append_rows(np.array([3, 1]), np.array([30, 10], np.int32), np.array([1, 1]))
@@ -238,7 +238,7 @@ def test_the_rows_of_a_dropped_table_are_freed_at_once(path: str, monkeypatch: p
 
 @pytest.mark.parametrize("path", ["compiled", "numpy"])
 def test_ranges_are_cut_where_their_lengths_would_not_fit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R9."""
+    """Rules: R9.1."""
     monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
     monkeypatch.setattr("blocktable.rows.MAX_RANGE", 100)
     host = make_rows(ONE_GROUP)

@@ -60,6 +60,29 @@ def test_a_wrong_backend_fails_with_its_rule_and_what_the_test_holds() -> None:
         assert part in done.stdout
 
 
+def test_a_failure_names_the_part_of_its_rule(tmp_path: Path) -> None:
+    """A batch row of a dummy is wrong: that is part 2 of R10, in the failure and in the verdict."""
+    path = tmp_path / "verdict.json"
+    done = run("wrong_backends:DummyIsTheLastRow", "--verdict", path, "-k", "minus_one_is_a_dummy", cwd=MUTANTS)
+    assert done.returncode == 1
+    assert "R10.2, R5: the batch table's view of group 0 is wrong at row 0, column 0" in done.stdout
+    (failure,) = json.loads(path.read_text())[0]["failures"]
+    assert failure["rules"] == "R10.2, R5"
+
+
+def test_a_rule_selects_the_tests_of_its_parts(tmp_path: Path) -> None:
+    """And a part those that cite it, or the whole rule."""
+    counts = []
+    for rule in ("R10", "R10.2", "R10.5"):
+        done = run("numpy", "--rule", rule, "--co", "-q", cwd=tmp_path)
+        counts.append(done.stdout.count("::test_"))
+        assert ("::test_a_dummy_between_requests[" in done.stdout) == (rule != "R10.5")
+    assert counts[0] > counts[1] > counts[2] > 0
+    refused = run("numpy", "--rule", "10", *ONE_TEST, cwd=tmp_path)
+    assert refused.returncode == 4
+    assert "--rule takes a rule, such as R10, or a part of one, such as R10.2; got '10'." in refused.stderr
+
+
 def test_a_run_in_which_nothing_ran_fails(tmp_path: Path) -> None:
     done = run("numpy", "-k", "no_such_test", cwd=tmp_path)
     assert done.returncode == 1

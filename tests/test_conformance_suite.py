@@ -1,4 +1,4 @@
-"""The suite's own order: each test says which rules it holds, and every rule and every case has its test."""
+"""The suite's own order: each test and check says which rules it holds, and every rule and case has its test."""
 
 import ast
 import re
@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import blocktable_conformance
+from blocktable_conformance.rules import NUMBER, are_about, is_within, numbers
 
 SUITE = Path(blocktable_conformance.__file__).parent
+TESTS = Path(__file__).parent
+SPEC = (TESTS.parent / "docs/spec.md").read_text()
+RULES = re.findall(r"^### (R\d+)\. ", SPEC, re.MULTILINE)
+PARTS = re.findall(r"^- \*\*(R\d+\.\d+) ", SPEC, re.MULTILINE)
+SPLIT = {part.partition(".")[0] for part in PARTS}
+"""Rules that have parts."""
 CASES = [
     f"{letter}{number}"
     for letter, count in zip("PTBGC", (13, 13, 6, 10, 7), strict=True)
@@ -25,26 +32,49 @@ def docstrings() -> Iterator[tuple[str, str]]:
                 yield f"{path.name}::{node.name}", ast.get_docstring(node) or ""
 
 
-def numbers(word: str, text: str) -> set[str]:
-    """Return what a docstring's `Rules: R1, R2.` names; a range R10-R15 names all of it."""
-    named = set()
-    for listed in re.findall(rf"{word}: ([A-Z]\d+(?:(?:, |-)[A-Z]\d+)*)", text):
-        for item in listed.split(", "):
-            first, _, last = item.partition("-")
-            span = range(int(first[1:]), int((last or first)[1:]) + 1)
-            named |= {f"{first[0]}{number}" for number in span}
-    return named
+def cited_by_tests() -> set[str]:
+    """Return every rule and part that a test of the suite or of the project cites."""
+    texts = [text for _, text in docstrings()]
+    texts += [path.read_text() for path in TESTS.glob("test_*.py")]
+    return set().union(*(numbers("Rules", text) for text in texts))
+
+
+def named_by_checks() -> Iterator[tuple[str, str]]:
+    """Yield (file and line, number) of every rule and part that stands as a string in the suite and the mutants."""
+    paths = [*SUITE.glob("*.py"), *TESTS.glob("mutants/*.py"), TESTS / "test_kernel_mutants.py"]
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if re.fullmatch(r"(R\d+(\.\d+)?(, )?)+", text):
+                for number in re.findall(NUMBER, text):
+                    yield f"{path.name}:{getattr(node, 'lineno', 0)}", number
 
 
 def test_every_test_of_the_suite_names_its_rules() -> None:
     assert not [name for name, text in docstrings() if not numbers("Rules", text)]
 
 
-def test_every_rule_has_a_test() -> None:
-    texts = [text for _, text in docstrings()]
-    texts += [path.read_text() for path in Path(__file__).parent.glob("test_*.py")]
-    cited = set().union(*(numbers("Rules", text) for text in texts))
-    assert not {f"R{number}" for number in (*range(1, 21), 23, 24)} - cited
+def test_every_rule_and_every_part_has_a_test() -> None:
+    assert not ({*RULES, *PARTS} - SPLIT) - cited_by_tests()
+
+
+def test_every_rule_that_is_named_is_in_the_contract() -> None:
+    named = [*((number, number) for number in cited_by_tests()), *named_by_checks()]
+    assert not [where for where, number in named if number not in {*RULES, *PARTS}]
+
+
+def test_every_check_names_the_part_of_a_rule_that_has_parts() -> None:
+    """But a golden vector, whose histories are about whole rules."""
+    whole = {(where, number) for where, number in named_by_checks() if number in SPLIT}
+    assert not [(where, number) for where, number in whole if not where.startswith("make_vectors.py")]
+
+
+def test_a_rule_stands_for_its_parts() -> None:
+    assert numbers("Rules", "It is. Rules: R2, R9.1, R10-R12.") == {"R2", "R9.1", "R10", "R11", "R12"}
+    assert [is_within(number, "R1") for number in ("R1", "R1.2", "R10", "R10.1")] == [True, True, False, False]
+    assert are_about({"R3", "R9.2"}, ["R9"])
+    assert are_about({"R9"}, ["R9.2"])
+    assert not are_about({"R9.2"}, ["R9.1", "R92"])
 
 
 def test_every_case_has_a_test() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import blocktable as bt
+
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-triton")
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +22,8 @@ sys.path.insert(0, str(ROOT / "tests/gpu"))
 try:
     import attention_kernels as kernels
     import consumers
+    import csr_kernels
+    import recipes
 finally:
     sys.path.remove(str(ROOT / "tests/gpu"))
 
@@ -32,7 +36,7 @@ EMULATED = {"triton": "TRITON_INTERPRET", "cupy": "BLOCKTABLE_CUPY_EMULATE", "nu
 BACKENDS = ["numpy", *(name for name, variable in EMULATED.items() if os.environ.get(variable, "0") not in ("", "0"))]
 
 
-class WrongTable(kernels.PlainCsr):
+class WrongTable(csr_kernels.PlainCsr):
     """Reads each request's pages one further."""
 
     name = "wrong table"
@@ -54,6 +58,17 @@ def write_one_further(keys: Any, values: Any, key_cache: Any, value_cache: Any, 
     kernels.write_with_torch(keys, values, key_cache, value_cache, further)
 
 
+def append_one_further(keys: Any, values: Any, requests: Any, positions: Any, *pages: Any) -> None:
+    """Append each token one position too far."""
+    append: Any = csr_kernels.append_with_torch
+    append(keys, values, requests, positions + 1, *pages)
+
+
+def require_parts(backend: str) -> None:
+    if "export_parts" not in bt.get_backend(backend).capabilities:
+        pytest.skip(f"{backend} does not declare export_parts")
+
+
 def verdicts(lines: list[str]) -> list[str]:
     return [line.partition(" ")[0] for line in lines if not line.startswith("  ")]
 
@@ -62,8 +77,25 @@ def verdicts(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_flashinfers_page_table_in_plain_python(backend: str, dtype: str) -> None:
     """Rules: R12, R13, R15, R27."""
-    lines = consumers.judge(kernels.PlainCsr(kernels.write_with_torch), backend, dtype)
+    lines = consumers.judge(csr_kernels.PlainCsr(kernels.write_with_torch), backend, dtype)
     assert verdicts(lines) == ["PASS"], lines
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_and_values_appended_by_the_request_of_each_token(backend: str) -> None:
+    """As FlashInfer's append_paged_kv_cache takes it. Rules: R27, R35, R37."""
+    require_parts(backend)
+    consumer = csr_kernels.PlainCsr(kernels.write_with_torch, csr_kernels.append_with_torch)
+    lines = consumers.judge(consumer, backend, "float16")
+    assert verdicts(lines) == ["PASS"], lines
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_recipes_of_the_exports_page(backend: str) -> None:
+    """Rules: R34, R35, R37."""
+    require_parts(backend)
+    lines = recipes.judge("PlainTorch", backend)
+    assert verdicts(lines) == ["PASS"] * len(recipes.RECIPES), lines
 
 
 @pytest.mark.parametrize(
@@ -86,7 +118,7 @@ def laid_out() -> Path:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy over NaN and infinities
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vllms_kernels(laid_out: Path, backend: str) -> None:
-    """Rules: R10, R11, R12, R13, R15."""
+    """Rules: R10.1, R11, R12, R13, R15."""
     lines = consumers.judge(kernels.VllmTriton(laid_out, ("float16",)), backend, "float16")
     assert verdicts(lines) == ["PASS"], lines
 
@@ -95,10 +127,11 @@ def test_vllms_kernels(laid_out: Path, backend: str) -> None:
     ("consumer", "complaint"),
     [
         (WrongTable(kernels.write_with_torch), "epsilons off"),
-        (kernels.PlainCsr(write_pads_too), "are wrong at"),
-        (kernels.PlainCsr(write_one_further), "are wrong at"),
+        (csr_kernels.PlainCsr(write_pads_too), "are wrong at"),
+        (csr_kernels.PlainCsr(write_one_further), "are wrong at"),
+        (csr_kernels.PlainCsr(kernels.write_with_torch, append_one_further), "are wrong at"),
     ],
-    ids=["table", "pad", "slot"],
+    ids=["table", "pad", "slot", "append"],
 )
 def test_what_is_wrong_is_noticed(consumer: Any, complaint: str) -> None:
     lines = consumers.judge(consumer, "numpy", "float32")

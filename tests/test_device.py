@@ -276,7 +276,7 @@ def test_a_device_that_lags_ends_as_numpy_does(
     step_path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Random changes on changing streams, none of which a later one may overwrite. Rules: R9, R22."""
+    """Random changes on changing streams, none of which a later one may overwrite. Rules: R9.1, R9.2, R22."""
     monkeypatch.setenv("BLOCKTABLE_STAGING", staged)
     table, driver = make(variants, change_sizes, step_path=step_path)
     truth, rng = bt.BlockTable(CONFIG, "numpy"), np.random.default_rng(0)
@@ -311,7 +311,7 @@ def test_a_device_that_lags_ends_as_numpy_does(
 def test_a_host_waits_only_beyond_the_steps_in_flight(
     call: str, variants: frozenset[str], change_sizes: tuple[int, ...]
 ) -> None:
-    """Rules: R9."""
+    """Rules: R9.3."""
     table, driver = make(variants, change_sizes)
     inputs = device_inputs(table, [0], [0, 1], [5])
     for _ in range(CONFIG.steps_in_flight):  # so that each block has been used once
@@ -329,7 +329,7 @@ def test_a_host_waits_only_beyond_the_steps_in_flight(
 
 
 def test_a_commit_of_nothing_launches_nothing() -> None:
-    """Rules: R9."""
+    """Rules: R9.6."""
     table, driver = make()
     before = list(driver.launches)
     table.commit()
@@ -407,7 +407,7 @@ def test_a_step_inside_a_capture_is_its_plain_kernels() -> None:
 
 @pytest.mark.parametrize("staged", ["auto", "copy"])
 def test_changes_beyond_the_largest_offset_are_cut(staged: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R9."""
+    """Rules: R9.5."""
     monkeypatch.setenv("BLOCKTABLE_STAGING", staged)
     monkeypatch.setattr(store, "LARGEST_OFFSET", 50)
     table, driver = make()
@@ -424,7 +424,7 @@ def test_changes_beyond_the_largest_offset_are_cut(staged: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("staged", ["auto", "copy"])
 def test_a_commit_of_more_than_a_block_is_done_when_it_returns(staged: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its long ranges are copied as they are, the others scattered. Rules: R9."""
+    """Its long ranges are copied as they are, the others scattered. Rules: R9.5."""
     monkeypatch.setenv("BLOCKTABLE_STAGING", staged)
     monkeypatch.setattr(bt.Writes.split_long, "__defaults__", (100,))
     table, driver = make()
@@ -523,7 +523,7 @@ def test_a_dropped_table_frees_its_memory_without_the_collector(variants: frozen
 
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_mapped_memory_is_used_where_kernels_see_what_the_host_writes(is_seen: bool) -> None:
-    """Rules: R9."""
+    """Rules: R9.1."""
     driver = FakeDriver()
     if not is_seen:  # a device that keeps what it has read once
         kept: list[Any] = []
@@ -549,7 +549,7 @@ class Pageable(FakeDriver):
 
 
 def test_changes_are_copied_where_no_mapped_memory_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R9."""
+    """Rules: R9.1."""
     backend = FakeBackend(kind=Pageable)
     backend.is_emulated = False
     monkeypatch.setattr(backend, "graph_problem", lambda: "a fake has none")
@@ -568,7 +568,7 @@ def test_changes_are_copied_where_no_mapped_memory_can_be_had(monkeypatch: pytes
 
 @pytest.mark.parametrize("staged", ["auto", "copy"])
 def test_a_kernel_writes_to_the_host_only_where_memory_is_mapped(staged: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R9."""
+    """Rules: R9.1."""
     monkeypatch.setenv("BLOCKTABLE_STAGING", staged)
     table, driver = make(FUSED)
     inputs = device_inputs(table, [0], [0, 1], [0])
@@ -625,7 +625,7 @@ def test_an_argument_that_does_not_fit_is_refused(layout: str, value: int) -> No
         ("map_slots", {"num_slots": INT32_MAX, "num_groups": 70000}, (32, 65535)),  # below 2**31 threads
         ("null_stale_columns", {"num_reqs_padded": 17, "num_groups": 2}, (17, 2)),  # a block for each row
         ("write_indices", {"capacity": 10**6, "num_members": 2}, (2048, 2)),
-        ("gather_state_indices", {"max_num_reqs": 3, "num_columns": 6, "num_members": 2}, (3, 2)),
+        ("gather_state_indices", {"max_batch": 3, "num_columns": 6, "num_members": 2}, (3, 2)),
     ],
 )
 def test_a_grid_covers_its_entries_and_groups(name: str, sizes: dict[str, int], expected: tuple[int, int]) -> None:

@@ -76,6 +76,28 @@ def test_memory_holds_each_groups_filler_and_pad_when_it_is_made_and_after_a_res
     check_memory(store, out)
 
 
+@pytest.mark.parametrize("num_ranges", [1, 90])
+def test_what_travels_by_value_is_never_shorter_than_its_kernel_takes(num_ranges: int) -> None:
+    """A launch copies all of it: beyond a shorter block lies memory of somebody else. Rules: R9."""
+    driver = NotingDriver()
+    driver.change_sizes = (1000,)
+    sizes: list[int] = []
+    make = driver.host_block
+
+    def host_block(entries: int) -> Any:
+        sizes.append(entries)
+        return make(entries)
+
+    driver.host_block = host_block  # type: ignore[method-assign]
+    store = DeviceStore(CONFIG, driver, has_fused_step=False)
+    assert store.lend(None).size >= 1000
+    del sizes[:]
+    offsets, lengths = np.arange(num_ranges) * 2, np.ones(num_ranges, np.int32)
+    store.write(bt.Writes(CONFIG.arena, offsets, lengths, lengths), stream=None)
+    assert driver.launched[-1][0] == "apply_changes_1000"
+    assert min([*sizes, *(block.host.size for block in [next(store._changes.blocks)])]) >= 1000
+
+
 @pytest.mark.parametrize("groups", [None, (3,), (0, 1, 2), (2, 0)])
 def test_a_call_that_names_its_groups_reads_cross_groups_as_linear_ones(groups: tuple[int, ...] | None) -> None:
     """And groups that follow one another, over arrays equally far apart, are one launch. Rules: R14."""

@@ -53,10 +53,23 @@ def test_the_contract_has_every_rule_in_order() -> None:
     assert re.findall(r"^### (R\d+)\. ", SPEC, re.MULTILINE) == RULES
 
 
+def section_of(rule: str) -> str:
+    section: str
+    (section,) = re.findall(rf"^### {rule}\. .*?(?=^##|\Z)", SPEC, re.MULTILINE | re.DOTALL)
+    return section
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_says_what_its_tests_check(rule: str) -> None:
-    (section,) = re.findall(rf"^### {rule}\. .*?(?=^##|\Z)", SPEC, re.MULTILINE | re.DOTALL)
-    assert "*Tests check*" in section
+    assert "*Tests check*" in section_of(rule)
+
+
+@pytest.mark.parametrize("rule", ["R9", "R10", "R25"])
+def test_parts_of_a_rule_are_numbered_in_order_and_have_names(rule: str) -> None:
+    items = re.findall(r"^- (.*)$", section_of(rule), re.MULTILINE)
+    parts = [re.match(rf"\*\*{rule}\.(\d+) ([A-Z][a-z ]+)\.\*\* [A-Z`*]", item) for item in items]
+    assert [part and int(part[1]) for part in parts] == list(range(1, len(items) + 1))
+    assert len({part[2] for part in parts if part}) == len(items)
 
 
 def test_every_rule_has_a_test_that_cites_it() -> None:

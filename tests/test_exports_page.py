@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,18 @@ import blocktable as bt
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-triton")
 
-PAGE = (Path(__file__).parents[1] / "docs/exports.md").read_text()
+GPU_TESTS = str(Path(__file__).parent / "gpu")
+sys.path.insert(0, GPU_TESTS)
+try:
+    import recipes
+finally:
+    sys.path.remove(GPU_TESTS)
+
 BLOCK, CHUNK, HEADS, DIM, WIDTH = 4, 8, 2, 6, 12
 NUM_ROWS, MAX_LEN = 4, 40
 
 
-def page_functions() -> Any:
-    names: dict[str, Any] = {}
-    for mark in ("attend", "chunks", "cascade", "window"):
-        (source,) = re.findall(rf"<!-- {mark} -->\n```python\n(.*?)```", PAGE, re.DOTALL)
-        exec(source, names)
-    return type("Page", (), {name: staticmethod(value) for name, value in names.items() if callable(value)})
-
-
-page = page_functions()
+page = recipes.page()
 
 
 def make_table() -> bt.BlockTable:
@@ -97,7 +95,7 @@ class PagedRun:
         def paged(layer: int, query: Any, key: Any, value: Any) -> Any:
             for kind, part in enumerate((key, value)):
                 self.caches[layer][slots // BLOCK, kind, slots % BLOCK] = part
-            return attention(self.table, query, self.caches[layer], self.rows, computed, self.done)
+            return attention(query, self.caches[layer], self.rows, computed, self.done)
 
         tokens = [self.requests[i][position] for i, span in enumerate(spans) for position in span]
         return list(model.run(tokens, paged).split([*map(len, spans)]))
@@ -123,8 +121,8 @@ def check_paged_run(attention: Any, is_seen: Any, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_chunked_local_attention_is_dense_attention_inside_chunks(seed: int) -> None:
     def attention(table: bt.BlockTable) -> Any:
-        out = table.create_export("csr", capacity=64, max_batch=24)
-        return lambda *args: page.local_attention(args[0], out, *args[1:], CHUNK)
+        kernel = page.PlainTorch(table, capacity=64, max_batch=24)
+        return lambda *args: page.local_attention(kernel, *args, CHUNK)
 
     check_paged_run(attention, lambda query, key: query // CHUNK == key // CHUNK, seed)
 
@@ -132,8 +130,8 @@ def test_chunked_local_attention_is_dense_attention_inside_chunks(seed: int) -> 
 @pytest.mark.parametrize("window", [1, 3, 4, 9])
 def test_a_compact_window_list_is_dense_attention_inside_the_window(window: int) -> None:
     def attention(table: bt.BlockTable) -> Any:
-        out = table.create_export("csr")
-        return lambda *args: page.window_attention(args[0], out, *args[1:], BLOCK, window)
+        kernel = page.PlainTorch(table)
+        return lambda *args: page.window_attention(kernel, *args, BLOCK, window)
 
     check_paged_run(attention, lambda query, key: query - key < window, window)
 
@@ -160,12 +158,27 @@ def test_a_cascade_is_dense_attention(prefix: int) -> None:
         table.set_row(row, [*shared, 10 * i + 1, 10 * i + 2, 10 * i + 3])
     table.commit()
     query = torch.randn(3, HEADS, DIM, generator=made, dtype=torch.float64)
-    sets = table.create_export("csr"), table.create_export("csr")
-    got = page.cascade(table, *sets, query, cache, rows, seq_lens, BLOCK)
+    got = page.cascade(page.PlainTorch(table), page.PlainTorch(table), query, cache, rows, seq_lens, BLOCK)
     for i, (row, seq_len) in enumerate(zip(rows, seq_lens, strict=True)):
         blocks = cache[torch.from_numpy(table.host_row(0, row)).long()]
         key, value = (blocks[:, kind].flatten(0, 1)[:seq_len] for kind in (0, 1))
         none = torch.zeros(1, seq_len, dtype=torch.bool)
+        torch.testing.assert_close(got[i : i + 1], dense(query[i : i + 1], key, value, none))
+
+
+def test_a_cascade_of_more_requests_than_its_prefix_has_tokens() -> None:
+    table, made = make_table(), torch.Generator().manual_seed(1)
+    cache = torch.randn(60, 2, BLOCK, HEADS, DIM, generator=made, dtype=torch.float64)
+    query = torch.randn(NUM_ROWS * 2, HEADS, DIM, generator=made, dtype=torch.float64)
+    for row in range(NUM_ROWS):
+        table.set_row(row, [50, row + 1])
+    table.commit()
+    sizes = {"capacity": 32, "max_batch": NUM_ROWS * 2}
+    kernels = page.PlainTorch(table, **sizes), page.PlainTorch(table, **sizes)
+    got = page.cascade(*kernels, query, cache, [*range(NUM_ROWS)] * 2, [6] * NUM_ROWS * 2, BLOCK)
+    for i in range(NUM_ROWS * 2):
+        key, value = (cache[[50, i % NUM_ROWS + 1]][:, kind].flatten(0, 1)[:6] for kind in (0, 1))
+        none = torch.zeros(1, 6, dtype=torch.bool)
         torch.testing.assert_close(got[i : i + 1], dense(query[i : i + 1], key, value, none))
 
 
@@ -176,42 +189,6 @@ def test_a_cascade_over_rows_that_share_every_block_leaves_each_its_own_token() 
     table.copy_row(0, 1)
     table.commit()
     query = torch.randn(2, HEADS, DIM, generator=made, dtype=torch.float64)
-    sets = table.create_export("csr"), table.create_export("csr")
-    got = page.cascade(table, *sets, query, cache, [0, 1], [8, 8], BLOCK)
+    got = page.cascade(page.PlainTorch(table), page.PlainTorch(table), query, cache, [0, 1], [8, 8], BLOCK)
     key, value = (cache[[5, 6]][:, kind].flatten(0, 1) for kind in (0, 1))
     torch.testing.assert_close(got, dense(query, key, value, torch.zeros(2, 8, dtype=torch.bool)))
-
-
-def test_chunks_through_flashinfer() -> None:
-    """FlashInfer's paged prefill over the same arrays, planned with the host's twin; needs a GPU."""
-    flashinfer = pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
-    if not torch.cuda.is_available():
-        pytest.skip("FlashInfer needs a GPU")
-    heads, dim, size = 4, 64, 16
-    config = bt.BlockTableConfig(
-        groups=[bt.KVCacheGroup(block_size=size, num_blocks=60)],
-        max_num_reqs=2,
-        max_num_batched_tokens=256,
-        max_model_len=256,
-    )
-    table = bt.BlockTable(config, "triton")
-    table.set_row(0, range(1, 9))
-    table.set_row(1, range(20, 26))
-    rows, firsts, ends, starts = page.chunk_entries([0, 1], [100, 0], [120, 90], 64)
-    planned = table.export_host("csr", rows, first_tokens=firsts, seq_lens=ends)
-    table.commit()
-    out = table.create_export("csr", capacity=64, max_batch=8)
-    export = table.export("csr", rows, first_tokens=firsts, seq_lens=ends, out=out)
-    cache = torch.randn(60, 2, size, heads, dim, dtype=torch.float16, device="cuda")
-    query = torch.randn(starts[-1], heads, dim, dtype=torch.float16, device="cuda")
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 27, dtype=torch.uint8, device="cuda"))
-    wrapper.plan(
-        torch.tensor(starts, dtype=torch.int32),
-        torch.as_tensor(planned.indptr),
-        torch.as_tensor(export.entries[0]),
-        torch.as_tensor(planned.last_page_lens),
-        *(heads, heads, dim, size),
-        causal=True,
-    )
-    wanted = page.attend(query.double().cpu(), cache.double().cpu(), planned, starts)[0]
-    torch.testing.assert_close(wrapper.run(query, cache).double().cpu(), wanted, atol=2e-3, rtol=2e-3)

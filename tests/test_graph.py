@@ -134,7 +134,7 @@ def launch(kernel: Any, value: int = 0, blocks: int = 1) -> Any:
 def test_kernels_overlap_only_where_gpu_and_driver_can(
     capability: int, version: int, overlaps: bool, install: Any
 ) -> None:
-    """Rules: R9, R21."""
+    """Rules: R9.1, R21."""
     driver = install(Driver(version, capability))
     StepGraph([launch(GraphKernel()) for _ in range(3)], overlaps=overlaps)
     if overlaps and capability >= 9 and version >= 12030:
@@ -211,7 +211,7 @@ class Tensor:
 
 @pytest.mark.parametrize("appends", [False, True])
 def test_a_steady_step_is_few_calls(appends: bool, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 15 Python calls of ours from step() to the graph's launch, where the host path is compiled. Rules: R9."""
+    """At most 15 Python calls of ours from step() to the graph's launch, with the compiled host path. Rules: R21."""
     monkeypatch.setenv("BLOCKTABLE_STAGING", "mapped")
     driver = install(Driver(13000, 9))
     config = BlockTableConfig(

@@ -220,7 +220,10 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def test_the_loop_of_the_page(engine: Engine) -> None:
-    """Prefill, then decode by graphs over batches that grow, shrink and change their rows. Rules: R9, R10, R15, R21."""
+    """Prefill, then decode by graphs over batches that grow, shrink and change their rows.
+
+    Rules: R9.1, R10.1, R10.3, R15, R21.
+    """
     engine.prefill([3, 0, 7], [5, 1, 9])
     engine.runner.capture(SIZES)
     assert set(engine.runner.graphs) == set(SIZES)

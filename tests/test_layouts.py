@@ -1,4 +1,4 @@
-"""Layouts as data, the width that satisfies several of them, and docs/layouts.md. Rules: R25, R26, R32."""
+"""Layouts as data, the width that satisfies several of them, and docs/layouts.md. Rules: R25.2, R25.3, R26, R32."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ print(names())
 
 @NEEDS_NUMBA
 def test_memory_that_cannot_be_pinned_is_pageable_where_changes_are_copied() -> None:
-    """Where kernels read the host's memory the refusal is passed on. Rules: R9."""
+    """Where kernels read the host's memory the refusal is passed on. Rules: R9.1."""
     printed = run_source(
         FAKE
         + """
@@ -241,7 +241,7 @@ inputs = [to_device(array) for array in (np.array([1], np.int32), np.array([0, 2
 @NEEDS_NUMBA
 @pytest.mark.parametrize("staging", ["mapped", "copy"])
 def test_changes_arrive_however_they_travel(staging: str) -> None:
-    """Rules: R9."""
+    """Rules: R9.1."""
     source = """
 for block_id in range(5, 12):
     table.set_row(1, [[block_id, block_id + 1], [3, 4]])

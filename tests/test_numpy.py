@@ -61,7 +61,10 @@ def write(table: bt.BlockTable, offset: int, values: list[int]) -> None:
 
 
 def test_a_steady_gather_copies_only_rows_that_changed() -> None:
-    """A mark planted in a batch row stays there until its row changes, or until another row stands there."""
+    """A mark planted in a batch row stays there until its row changes, or until another row stands there.
+
+    Rules: R10.7.
+    """
     table = make_table()
     batch = table.buffers.block_tables[0]
     batch[1:3, :2] = MARK
@@ -76,7 +79,7 @@ def test_a_steady_gather_copies_only_rows_that_changed() -> None:
 
 
 def test_columns_that_a_count_uncovers_are_shown() -> None:
-    """A write of counts alone changes what the rows fill. Rules: R10."""
+    """A write of counts alone changes what the rows fill. Rules: R10.1."""
     table = make_table()
     columns = CONFIG.arena.group_offsets[0] + 2 * CONFIG.arena.widths[0]
     write(table, columns + 3, [90, 91])
@@ -93,7 +96,7 @@ def test_columns_that_a_count_uncovers_are_shown() -> None:
 
 @pytest.mark.parametrize("first", [0, 17, CONFIG.arena.group_offsets[0], CONFIG.arena.group_offsets[1] - 3])
 def test_one_range_over_many_rows_is_shown(first: int) -> None:
-    """Rules: R10."""
+    """Rules: R10.1."""
     table = make_table()
     table.append_rows(EVERY_ROW, [EVERY_ROW + 1] * 3, np.ones(6, np.int64))
     table.commit()
@@ -112,7 +115,7 @@ def test_one_range_over_many_rows_is_shown(first: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_histories_are_shown(seed: int) -> None:
-    """Mostly the same batch again and again, over two sets, with windows that move on. Rules: R10, R11, R24."""
+    """Mostly the same batch again and again, over two sets, with moving windows. Rules: R10.1, R10.6, R11, R24."""
     random = np.random.default_rng(seed)
     table = make_table()
     sets = [table.buffers, table.create_buffers()]

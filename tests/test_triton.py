@@ -178,7 +178,7 @@ def test_an_overrun_by_one_entry_is_seen(guarded: bt.BlockTable, guard: Guard) -
 
 @NEEDS_INTERPRETER
 def test_host_positions_longer_than_the_buffer_are_staged() -> None:
-    """Rules: R10, R17."""
+    """Rules: R10.8, R17."""
     import torch
 
     table = make_table()
@@ -253,7 +253,7 @@ def test_the_fused_step_is_declared_where_a_step_can_be_a_graph(
 def test_changes_arrive_however_they_travel(
     staging: str, is_mapped: bool, step_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More steps than may be in flight, so that blocks are used again. Rules: R9."""
+    """More steps than may be in flight, so that blocks are used again. Rules: R9.2."""
     monkeypatch.setenv("BLOCKTABLE_STAGING", staging)
     backend: Any = TritonBackend()
     tables = bt.BlockTable(CONFIG, backend, step_path=step_path), bt.BlockTable(CONFIG, "numpy")

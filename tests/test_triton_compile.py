@@ -87,7 +87,7 @@ def test_kernels_compile_ahead_of_time(compiled: dict[str, Any], variant: str, t
 def test_an_overlapping_step_waits_before_it_reads_what_the_changes_write(
     compiled: dict[str, Any], target: str
 ) -> None:
-    """Rules: R9."""
+    """Rules: R9.1."""
     apply, _ = compiled["binaries"][f"apply_changes overlapping {target} "]
     assert apply.index("griddepcontrol.launch_dependents") < apply.index("ld.global")
     step, _ = compiled["binaries"][f"step_batch overlapping {target} int64"]

@@ -74,7 +74,7 @@ def test_a_row_that_ends_stays_small() -> None:
 
 
 def test_changes_stay_pending_until_they_are_committed() -> None:
-    """Rules: R9."""
+    """Rules: R9.9."""
     host, block = NumpyRows(CONFIG), np.zeros(100, np.int32)
     assert not host.has_changes
     assert host.pack_changes(block) == host.committed() == 0
@@ -95,7 +95,7 @@ def test_changes_stay_pending_until_they_are_committed() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
 def test_a_steady_step_sends_at_most_32_bytes_for_each_block(num_rows: int) -> None:
-    """And 4 for each further kernel column. Rules: R9."""
+    """And 4 for each further kernel column. Rules: R9.6."""
     sizes = [(16, 16), (32, 16), (48, 16), (16, 16)]
     config = BlockTableConfig(
         groups=[KVCacheGroup(block_size=size, kernel_block_size=kernel) for size, kernel in sizes],
@@ -118,7 +118,7 @@ def test_a_steady_step_sends_at_most_32_bytes_for_each_block(num_rows: int) -> N
 def test_a_row_that_differs_here_and_there_fits_a_steady_commit(period: int) -> None:
     """One more block for every row and group, and rows whose every n-th column stays, are packed without more memory.
 
-    Rules: R9.
+    Rules: R9.4.
     """
     config = BlockTableConfig(
         groups=[KVCacheGroup(block_size=1)] * 2, max_num_reqs=3, max_num_batched_tokens=1, max_model_len=1000

@@ -32,12 +32,22 @@ static __device__ __forceinline__ int64 divide(int64 a, int64 b) {
   return a / b;
 }
 
+static __device__ __forceinline__ int64 modulo(int64 a, int64 b) { return a - divide(a, b) * b; }
+
 // How many of the first `tokens` tokens this rank holds (R19).
 static __device__ __forceinline__ int64 local_length(const Group& group, int64 tokens) {
   int64 turn = group.world_size * group.interleave_size;
   int64 rest = tokens % turn - group.rank * group.interleave_size;
   rest = rest < 0 ? 0 : rest > group.interleave_size ? group.interleave_size : rest;
   return tokens / turn * group.interleave_size + rest;
+}
+
+// Index of a position among this rank's tokens, or -1 where another rank owns it (R12).
+static __device__ __forceinline__ int64 owned_index(const Group& group, int64 position) {
+  int64 turn = divide(position, group.interleave_size);
+  int64 round_index = divide(turn, group.world_size);
+  if (turn - round_index * group.world_size != group.rank) return -1;
+  return round_index * group.interleave_size + (position - turn * group.interleave_size);
 }
 
 // Whether an entry stands for no block: it lies inside the null block, or is -1 where there is none (R5).
@@ -50,4 +60,15 @@ static __device__ __forceinline__ int row_of(const int* idx_mapping, int batch_i
   if (batch_index >= num_reqs) return -1;
   int row = idx_mapping[batch_index];
   return row >= 0 && row < max_num_rows ? row : -1;
+}
+
+// Request that a token belongs to, or -1, by bisection.
+static __device__ __forceinline__ int request_of(const int* query_start_loc, int num_reqs, int token) {
+  int low = -1, high = num_reqs;
+  while (high - low > 1) {
+    int middle = low + (high - low) / 2;
+    if (query_start_loc[middle] <= token) low = middle;
+    else high = middle;
+  }
+  return low;
 }

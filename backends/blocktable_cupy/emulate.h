@@ -22,6 +22,10 @@ static inline int atomicMax(int* place, int value) {
   if (value > old) *place = value;
   return old;
 }
+static inline void atomicAdd(unsigned* place, unsigned value) { *place += value; }
+static inline void atomicMin(unsigned* place, unsigned value) {
+  if (value < *place) *place = value;
+}
 static inline longlong2 make_longlong2(long long x, long long y) { return {x, y}; }
 
 struct Index3 {

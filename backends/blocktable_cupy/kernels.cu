@@ -246,17 +246,6 @@ static __device__ __forceinline__ int real_tokens(
   return num_tokens > num_slots ? num_slots : num_tokens;
 }
 
-// Request that a token belongs to, or -1, by bisection.
-static __device__ __forceinline__ int request_of(const int* query_start_loc, int num_reqs, int token) {
-  int low = -1, high = num_reqs;
-  while (high - low > 1) {
-    int middle = low + (high - low) / 2;
-    if (query_start_loc[middle] <= token) low = middle;
-    else high = middle;
-  }
-  return low;
-}
-
 // Request that a token belongs to where all are of one length, as in decode or a prefill of one; to be checked.
 static __device__ __forceinline__ int guess_request(int num_reqs, int64 requests_per_token, int token) {
   int guess = (int)((token * requests_per_token) >> 32);
@@ -273,16 +262,11 @@ static __device__ __forceinline__ int64 column_of(int64 local, int64 tokens_per_
 static __device__ __forceinline__ int64 local_index(
     const Group& group, const int64* __restrict__ positions, int end, int64 columns, int64 position
 ) {
-  if (HAS_SHARDS && group.world_size > 1) {
-    int64 turn = divide(position, group.interleave_size);
-    int64 round_index = divide(turn, group.world_size);
-    if (turn - round_index * group.world_size != group.rank) return -1;
-    return round_index * group.interleave_size + (position - turn * group.interleave_size);
-  }
+  if (HAS_SHARDS && group.world_size > 1) return owned_index(group, position);
   if (HAS_MODES && group.slot_mode == SLOT_MODE_RING) {
     int64 ring = columns * group.tokens_per_column, last = positions[end - 1];
     if (ring == 0 || (last > 0 ? last : 0) - position >= ring) return -1;
-    return position - divide(position, ring) * ring;
+    return modulo(position, ring);
   }
   return position;
 }

@@ -1,8 +1,8 @@
 """The export kernels in Numba: a batch's rows as attention kernels read them. Loops are as in kernels.py.
 
-All begin with the same arguments: the batch, and the groups that are exported together ("members"), which share one
-geometry. counts is [2 * max_num_reqs + 2] int32: entries of each batch row; those of the call before; all; all of the
-call before.
+All but the last two begin with the same arguments: the batch, and the groups that are exported together ("members"),
+which share one geometry. counts is [2 * max_batch + 2] int32: entries of each batch row; those of the call before; all;
+all of the call before.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from blocktable.device import INT32_MAX
 from blocktable_numba.kernels import (
     BLOCKS_PER_KV_BLOCK,
     FILLER,
+    NULL_IS_PAD,
     NULL_START,
     NUM_FIELDS,
     SLIDING_WINDOW,
+    SLOT_MODE,
+    SLOT_MODE_RING,
     TABLE_START,
     TOKENS_PER_COLUMN,
     WIDTH,
@@ -26,47 +29,49 @@ from blocktable_numba.kernels import (
     device_function,
     divide,
     is_missing,
+    local_index,
     local_length,
+    request_of,
     row_of,
 )
 
 COUNT_BLOCKS = 1  # an entry is a kernel block that holds tokens; with 0 it is a column,
-COUNT_TOKENS = 2  # with 2 a token
+COUNT_TOKENS = 2  # with 2 a token,
+COUNT_RING = 3  # with 3 such a block of a ring over true positions
+WRITE_REQUESTS = 4
+KV_ROWS = 1
+RING = 2
 STATE_LAST = 1
 STATE_ALIGNED = 2
 
 
 @device_function
-def length_of(groups, group, seq_lens, i, row):
-    """Tokens of a batch row that this rank holds; none for a dummy."""
-    length = np.int64(0)
-    if row >= 0:
-        length = max(np.int64(seq_lens[i]), 0)
-    if groups[group + WORLD_SIZE] > 1:
-        length = local_length(groups, group, length)
-    return length
+def held_of(groups, group, tokens, cut, i, row):
+    """How many of the first `tokens[i] - cut` tokens of a batch row this rank holds; none for a dummy."""
+    held = max(np.int64(tokens[i]) - cut, 0) if row >= 0 else np.int64(0)
+    return local_length(groups, group, held) if groups[group + WORLD_SIZE] > 1 else held
+
+
+@device_function
+def part_of(groups, group, first_tokens, i, row):
+    """Column of its row that a batch row's part begins with; 0 for a dummy."""
+    return divide(held_of(groups, group, first_tokens, 0, i, row), groups[group + TOKENS_PER_COLUMN])
 
 
 @device_function
 def first_column_of(groups, group, num_computed_tokens, i, row):
     """Columns of a batch row that the window has left behind."""
-    first = np.int64(0)
     sliding_window = groups[group + SLIDING_WINDOW]
-    if sliding_window and row >= 0:
-        first = max(num_computed_tokens[i] - sliding_window + 1, 0)
-        if groups[group + WORLD_SIZE] > 1:
-            first = local_length(groups, group, first)
-        first = divide(first, groups[group + TOKENS_PER_COLUMN])
-    return first
+    if sliding_window == 0:
+        return np.int64(0)
+    left = held_of(groups, group, num_computed_tokens, sliding_window - 1, i, row)
+    return divide(left, groups[group + TOKENS_PER_COLUMN])
 
 
 @device_function
 def filled_columns(groups, group, g, arena, max_num_rows, row):
     """Columns that a row fills; none for a dummy."""
-    filled = np.int64(0)
-    if row >= 0:
-        filled = min(groups[group + WIDTH], np.int64(arena[np.int64(g) * max_num_rows + row]))
-    return filled
+    return min(groups[group + WIDTH], np.int64(arena[np.int64(g) * max_num_rows + row])) if row >= 0 else np.int64(0)
 
 
 @device_function
@@ -86,28 +91,27 @@ def fill_of(groups, group, null, entry_scale):
     return null if null < 0 else max(groups[group + FILLER], 0) * entry_scale
 
 
-if config.ENABLE_CUDASIM:
+def atomic(operation, dtype):
+    """Return what changes array[place] by a value of each thread: Numba's own wants an array, not a pointer."""
+    if config.ENABLE_CUDASIM:
+        name = operation.removeprefix("u")
+        return lambda array, place, value: getattr(cuda.atomic, name)(array.view(dtype), place, value)
 
-    def atomic_max(array, place, value):
-        """array[place] = max(array[place], value), of all threads that do so."""
-        cuda.atomic.max(array, place, value)
-
-else:
     from numba.cuda.extending import intrinsic  # the simulator has none
 
     @intrinsic
-    def atomic_max(typing_context, array, place, value):
-        """array[place] = max(array[place], value), of all threads that do so.
-
-        Numba's own wants an array, where the kernels have a pointer.
-        """
-
+    def update(typing_context, array, place, value):
         def generate(context, builder, signature, arguments):
             pointer, index, new = arguments
-            builder.atomic_rmw("max", builder.gep(pointer, [index]), new, "monotonic")
+            builder.atomic_rmw(operation, builder.gep(pointer, [index]), new, "monotonic")
             return context.get_dummy_value()
 
         return types.void(types.CPointer(types.int32), types.int64, types.int32), generate
+
+    return update
+
+
+atomic_max, atomic_add, atomic_unsigned_min = map(atomic, ("max", "add", "umin"), (np.int32, np.uint32, np.uint32))
 
 
 @cuda.jit
@@ -115,63 +119,70 @@ def count_entries(
     idx_mapping,  # [num_reqs] int32, batch index -> row
     num_computed_tokens,  # [num_reqs] int32, batch index -> tokens
     seq_lens,  # [num_reqs] int32, batch index -> tokens
+    first_tokens,  # [num_reqs] int32, batch index -> token of its row that its part begins with
     num_reqs,
-    max_num_reqs,
+    max_batch,
     max_num_rows,
     groups,  # [num_groups, NUM_FIELDS] int64
     members,  # [num_members] int32, groups
     num_members,
     arena,  # [arena.size] int32
     width,  # columns that a row may export
-    unit,  # 0, COUNT_BLOCKS or COUNT_TOKENS
-    counts,  # [2 * max_num_reqs + 2] int32, written
-    lengths,  # [max_num_reqs] int32, written
+    unit,  # 0, COUNT_BLOCKS, COUNT_TOKENS or COUNT_RING
+    counts,  # [2 * max_batch + 2] int32, written
+    lengths,  # [max_batch] int32, written
+    num_cut,  # [1] int32, parts that begin inside a column are added
 ):
     """Count what every batch row exports, and keep what it did before."""
     group = members[0] * NUM_FIELDS
+    tokens = groups[group + TOKENS_PER_COLUMN]
     # step 1: which batch row
     i = cuda.grid(1)
-    while i < max_num_reqs:
+    while i < max_batch:
         row = row_of(idx_mapping, i, num_reqs, max_num_rows)
         # step 2: how many columns its row fills, in every group
-        columns = np.int64(0)
-        if row >= 0:
+        columns, m = np.int64(width), 0
+        while m < num_members:
+            columns = min(columns, filled_columns(groups, group, members[m], arena, max_num_rows, row))
+            m = advance(m, 1)
+        if unit == COUNT_RING and columns > 0:
             columns = np.int64(width)
-            m = 0
-            while m < num_members:
-                columns = min(columns, np.int64(arena[np.int64(members[m]) * max_num_rows + row]))
-                m = advance(m, 1)
+        first = held_of(groups, group, first_tokens, 0, i, row)
+        part = divide(first, tokens)
+        columns = max(columns - part, 0)
+        if first > part * tokens:
+            atomic_add(num_cut, 0, 1)
+            atomic_unsigned_min(num_cut, 0, INT32_MAX)
         # step 3: how many tokens of it this rank holds
-        length = length_of(groups, group, seq_lens, i, row)
+        length = max(held_of(groups, group, seq_lens, 0, i, row) - part * tokens, 0)
         lengths[i] = length
         # step 4: store how many entries that makes
-        tokens = groups[group + TOKENS_PER_COLUMN]
         count = columns
-        if unit == COUNT_BLOCKS:
-            count = min(columns, divide(length + tokens - 1, tokens))
         if unit == COUNT_TOKENS:
             count = min(columns * tokens, length)
-        counts[max_num_reqs + i] = counts[i]
+        elif unit != 0:
+            count = min(columns, divide(length + tokens - 1, tokens))
+        counts[max_batch + i] = counts[i]
         counts[i] = count
         i = advance(i, cuda.gridsize(1))
 
 
 @cuda.jit
 def start_requests(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
     num_members, arena,  # as above
     unit,  # COUNT_BLOCKS or COUNT_TOKENS
     capacity,  # entries of a member's indices
-    lengths,  # [max_num_reqs] int32
-    counts,  # [2 * max_num_reqs + 2] int32, the last two written
-    indptr,  # [max_num_reqs + 1] int32, written
-    last_page_lens,  # [max_num_reqs] int32, written
+    lengths,  # [max_batch] int32
+    counts,  # [2 * max_batch + 2] int32, the last two written
+    indptr,  # [max_batch + 1] int32, written
+    last_page_lens,  # [max_batch] int32, written
     num_cut,  # [1] int32, what the capacity has left out is added
 ):  # fmt: skip
     """Write where each request's entries begin, and how many tokens its last page holds."""
     # step 1: which request
     i = cuda.grid(1)
-    while i <= max_num_reqs:
+    while i <= max_batch:
         # step 2: store how many entries lie before it
         before = np.int64(0)
         j = 0
@@ -180,68 +191,57 @@ def start_requests(
             j = advance(j, 1)
         start = min(before, np.int64(capacity))
         indptr[i] = start
-        if i < max_num_reqs:
+        if i < max_batch:
             # step 3: store how many tokens its last page holds
-            end = before
-            if i < num_reqs:
-                end = before + counts[i]
-            num_pages = min(end, np.int64(capacity)) - start
-            tokens = groups[members[0] * NUM_FIELDS + TOKENS_PER_COLUMN]
-            if unit == COUNT_TOKENS:
-                tokens = np.int64(1)
-            last_page_len = np.int64(0)
-            if num_pages > 0:
-                last_page_len = min(tokens, lengths[i] - (num_pages - 1) * tokens)
-            last_page_lens[i] = last_page_len
+            num_pages = min(before + counts[i], np.int64(capacity)) - start
+            tokens = np.int64(1) if unit == COUNT_TOKENS else groups[members[0] * NUM_FIELDS + TOKENS_PER_COLUMN]
+            last_page_lens[i] = min(tokens, lengths[i] - (num_pages - 1) * tokens) if num_pages > 0 else 0
         else:
             # step 4: remember how many entries there are, and count those that are cut
-            counts[2 * max_num_reqs + 1] = counts[2 * max_num_reqs]
-            counts[2 * max_num_reqs] = start
+            counts[2 * max_batch + 1] = counts[2 * max_batch]
+            counts[2 * max_batch] = start
             num_cut[0] = min(num_cut[0] + (before - start), np.int64(INT32_MAX))
         i = advance(i, cuda.gridsize(1))
 
 
 @cuda.jit
 def write_indices(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
     num_members, arena,  # as above
-    unit,  # COUNT_BLOCKS or COUNT_TOKENS
+    unit,  # COUNT_BLOCKS, COUNT_TOKENS or WRITE_REQUESTS
     capacity,  # entries of a member's indices
-    counts,  # [2 * max_num_reqs + 2] int32
-    indptr,  # [max_num_reqs + 1] int32
+    counts,  # [2 * max_batch + 2] int32
+    indptr,  # [max_batch + 1] int32
     entries,  # [num_members, capacity] int32, written
 ):  # fmt: skip
     """Write the entries of all requests, one request after another, and the fill over what a larger batch left."""
-    total = counts[2 * max_num_reqs]
-    end = min(capacity, max(total, counts[2 * max_num_reqs + 1]))
+    total = counts[2 * max_batch]
+    end = min(capacity, max(total, counts[2 * max_batch + 1]))
     # step 1: which entry and group
     m = cuda.blockIdx.y
     while m < num_members:
         g = members[m]
         group = g * NUM_FIELDS
         tokens = groups[group + TOKENS_PER_COLUMN] if unit == COUNT_TOKENS else np.int64(1)
-        fill = fill_of(groups, group, 0, tokens)
+        fill = fill_of(groups, group, -1 if unit == WRITE_REQUESTS else 0, tokens)
         entry = cuda.grid(1)
         while entry < end:
             # step 2: the fill behind the last entry
             index = fill
             if entry < total:
                 # step 3: which request and column
-                i, high = 0, max_num_reqs
-                while high - i > 1:
-                    middle = i + ((high - i) >> 1)
-                    if indptr[middle] <= entry:
-                        i = middle
-                    else:
-                        high = middle
+                i = request_of(indptr, max_batch, entry)
                 row = row_of(idx_mapping, i, num_reqs, max_num_rows)
                 place = np.int64(entry - indptr[i])
-                column = divide(place, tokens)
+                turn = divide(place, tokens)
+                column = part_of(groups, group, first_tokens, i, row) + turn
                 first_column = first_column_of(groups, group, num_computed_tokens, i, row)
                 filled = filled_columns(groups, group, g, arena, max_num_rows, row)
                 table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
                 block_id = block_of(groups, group, arena, table_row, first_column, filled, column)
-                index = (fill if block_id < 0 else block_id * tokens) + (place - column * tokens)
+                index = (fill if block_id < 0 else block_id * tokens) + (place - turn * tokens)
+                if unit == WRITE_REQUESTS:
+                    index = i
             # step 4: store the entry
             entries[np.int64(m) * capacity + entry] = index
             entry = advance(entry, cuda.gridsize(1))
@@ -250,15 +250,15 @@ def write_indices(
 
 @cuda.jit
 def write_table(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
     num_members, arena,  # as above
     width,  # columns of a row of the table
-    counts,  # [2 * max_num_reqs + 2] int32
+    counts,  # [2 * max_batch + 2] int32
     null,  # -1; 0: the layout has none
     entry_scale,
-    has_values,  # whether a row of V offsets follows each row of K offsets
+    form,  # 0; KV_ROWS: a row of V offsets follows each row of K offsets; RING: true positions of a ring
     value_offset,  # from a K offset to its V offset
-    entries,  # [num_members, max_num_reqs, 1 + has_values, width] of the layout's dtype, written
+    entries,  # [num_members, max_batch, rows, width] of the layout's dtype, written
 ):  # fmt: skip
     """Write the columns in use of every batch row, and the fill behind them."""
     # step 1: which batch row and group
@@ -266,56 +266,63 @@ def write_table(
     while m < num_members:
         g = members[m]
         group = g * NUM_FIELDS
+        tokens = groups[group + TOKENS_PER_COLUMN]
         fill = fill_of(groups, group, null, entry_scale)
         i = cuda.blockIdx.x
-        while i < max_num_reqs:
+        while i < max_batch:
             count = min(width, counts[i])
-            before = min(width, counts[max_num_reqs + i])
-            start = (np.int64(m) * max_num_reqs + i) * (1 + has_values) * width
+            before = min(width, counts[max_batch + i])
+            start = (np.int64(m) * max_batch + i) * (2 if form == KV_ROWS else 1) * width
             # step 2: the fill over what an earlier batch left behind its columns
             column = count + cuda.threadIdx.x
             while column < before:
                 entries[start + column] = fill
-                if has_values:
+                if form == KV_ROWS:
                     entries[start + width + column] = fill
                 column = advance(column, cuda.blockDim.x)
             # step 3: how many of them the window has left behind
             row = row_of(idx_mapping, i, num_reqs, max_num_rows)
             first_column = first_column_of(groups, group, num_computed_tokens, i, row)
             filled = filled_columns(groups, group, g, arena, max_num_rows, row)
+            if form == RING:
+                overwritten = max(held_of(groups, group, seq_lens, 0, i, row) - filled * tokens, 0)
+                first_column = max(first_column, divide(overwritten, tokens))
+            part = part_of(groups, group, first_tokens, i, row)
             table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
             # step 4: store the columns in use
-            column = cuda.threadIdx.x
-            while column < count:
-                block_id = block_of(groups, group, arena, table_row, first_column, filled, column)
+            place = cuda.threadIdx.x
+            while place < count:
+                column = part + place
+                turned = divide(column, max(filled, 1)) * filled if form == RING else np.int64(0)
+                block_id = block_of(groups, group, arena, table_row, first_column - turned, filled, column - turned)
                 entry = fill if block_id < 0 else block_id * entry_scale
-                entries[start + column] = entry
-                if has_values:
-                    entries[start + width + column] = entry + value_offset
-                column = advance(column, cuda.blockDim.x)
+                entries[start + place] = entry
+                if form == KV_ROWS:
+                    entries[start + width + place] = entry + value_offset
+                place = advance(place, cuda.blockDim.x)
             i = advance(i, cuda.gridDim.x)
         m = advance(m, cuda.gridDim.y)
 
 
 @cuda.jit
 def clear_inverse_map(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
     num_members, arena,  # as above
     width,  # columns that a row may export
     num_kernel_blocks,
-    counts,  # [2 * max_num_reqs + 2] int32
-    mapped,  # [num_members, max_num_reqs, width] int32, blocks that the call before mapped
+    counts,  # [2 * max_batch + 2] int32
+    mapped,  # [num_members, max_batch, width] int32, blocks that the call before mapped
     null,
-    entries,  # [num_members, max_num_reqs, num_kernel_blocks] int32, written
+    entries,  # [num_members, max_batch, num_kernel_blocks] int32, written
 ):  # fmt: skip
     """Take the blocks of the call before out of every batch row's map."""
     # step 1: which batch row and group
     m = cuda.blockIdx.y
     while m < num_members:
         i = cuda.blockIdx.x
-        while i < max_num_reqs:
-            before = min(width, counts[max_num_reqs + i])
-            cell = np.int64(m) * max_num_reqs + i
+        while i < max_batch:
+            before = min(width, counts[max_batch + i])
+            cell = np.int64(m) * max_batch + i
             # step 2: forget the column of every block that it held
             column = cuda.threadIdx.x
             while column < before:
@@ -329,13 +336,13 @@ def clear_inverse_map(
 
 @cuda.jit
 def write_inverse_map(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
     num_members, arena,  # as above
     width,  # columns that a row may export
     num_kernel_blocks,
-    counts,  # [2 * max_num_reqs + 2] int32
-    mapped,  # [num_members, max_num_reqs, width] int32, written
-    entries,  # [num_members, max_num_reqs, num_kernel_blocks] int32, written
+    counts,  # [2 * max_batch + 2] int32
+    mapped,  # [num_members, max_batch, width] int32, written
+    entries,  # [num_members, max_batch, num_kernel_blocks] int32, written
 ):  # fmt: skip
     """Write the column of every block that a batch row's tokens lie in."""
     # step 1: which batch row and group
@@ -344,38 +351,40 @@ def write_inverse_map(
         g = members[m]
         group = g * NUM_FIELDS
         i = cuda.blockIdx.x
-        while i < max_num_reqs:
+        while i < max_batch:
             count = min(width, counts[i])
-            cell = np.int64(m) * max_num_reqs + i
+            cell = np.int64(m) * max_batch + i
             # step 2: how many of its columns the window has left behind
             row = row_of(idx_mapping, i, num_reqs, max_num_rows)
             first_column = first_column_of(groups, group, num_computed_tokens, i, row)
             filled = filled_columns(groups, group, g, arena, max_num_rows, row)
             table_row = groups[group + TABLE_START] + row * groups[group + WIDTH]
-            column = cuda.threadIdx.x
-            while column < count:
+            part = part_of(groups, group, first_tokens, i, row)
+            place = cuda.threadIdx.x
+            while place < count:
                 # step 3: remember its blocks
+                column = part + place
                 block_id = block_of(groups, group, arena, table_row, first_column, filled, column)
-                mapped[cell * width + column] = block_id
+                mapped[cell * width + place] = block_id
                 # step 4: store the column of each block, the last one of a block that stands there twice
                 if block_id >= 0 and block_id < num_kernel_blocks:
                     atomic_max(entries, cell * num_kernel_blocks + block_id, column)
-                column = advance(column, cuda.blockDim.x)
+                place = advance(place, cuda.blockDim.x)
             i = advance(i, cuda.gridDim.x)
         m = advance(m, cuda.gridDim.y)
 
 
 @cuda.jit
 def gather_state_indices(
-    idx_mapping, num_computed_tokens, seq_lens, num_reqs, max_num_reqs, max_num_rows, groups, members,
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
     num_members, arena,  # as above
     state_columns,  # 0: the first ones, STATE_LAST or STATE_ALIGNED
     num_columns,
     null,  # -1; 0: the layout has none
-    entries,  # [num_members, max_num_reqs, num_columns] of the layout's dtype, written
+    entries,  # [num_members, max_batch, num_columns] of the layout's dtype, written
 ):  # fmt: skip
     """Write the blocks that hold every batch row's states."""
-    num_cells = np.int64(max_num_reqs) * num_columns
+    num_cells = np.int64(max_batch) * num_columns
     # step 1: which batch row, group and place
     m = cuda.blockIdx.y
     while m < num_members:
@@ -400,3 +409,78 @@ def gather_state_indices(
             entries[m * num_cells + cell] = fill if block_id < 0 else block_id
             cell = advance(cell, cuda.gridsize(1))
         m = advance(m, cuda.gridDim.y)
+
+
+@cuda.jit
+def map_requests(
+    idx_mapping,  # [num_reqs] int32, batch index -> row
+    query_start_loc,  # [num_reqs + 1] int32, first token of each request
+    num_reqs,
+    max_batch,
+    max_num_rows,
+    num_members,
+    capacity,  # entries of a member's requests
+    indptr,  # [max_batch + 1] int32, written
+    entries,  # [num_members, capacity] int32, written
+):
+    """Write the request of every token, and where each request's tokens begin."""
+    # step 1: store where each request begins, and the last start over the padding
+    i = cuda.grid(1)
+    while i <= max_batch:
+        indptr[i] = min(max(query_start_loc[min(i, num_reqs)], 0), capacity)
+        i = advance(i, cuda.gridsize(1))
+    # step 2: store each token's request, -1 for a dummy's tokens and those of no request
+    m = cuda.blockIdx.y
+    while m < num_members:
+        token = cuda.grid(1)
+        while token < capacity:
+            request = request_of(query_start_loc, num_reqs, token)
+            row = row_of(idx_mapping, max(request, 0), num_reqs, max_num_rows)
+            is_real = row >= 0 and token < query_start_loc[num_reqs]
+            entries[np.int64(m) * capacity + token] = request if is_real else -1
+            token = advance(token, cuda.gridsize(1))
+        m = advance(m, cuda.gridDim.y)
+
+
+@cuda.jit
+def map_positions(
+    rows,  # [num_tokens] int32, token -> row
+    positions,  # [num_tokens, num_positions] int32
+    num_tokens,
+    num_positions,
+    max_num_rows,
+    groups,  # [num_groups, NUM_FIELDS] int64
+    g,  # the group
+    arena,  # [arena.size] int32
+    slots,  # [num_tokens, num_positions] of the slots' dtype, written
+):
+    """Write the slot of every position, -1 where it has none."""
+    group = np.int64(g) * NUM_FIELDS
+    tokens = groups[group + TOKENS_PER_COLUMN]
+    # step 1: which token and position
+    cell = cuda.grid(1)
+    while cell < np.int64(num_tokens) * num_positions:
+        position = np.int64(positions[cell])
+        # step 2: which row, and how many columns it fills
+        row = row_of(rows, divide(cell, num_positions), num_tokens, max_num_rows)
+        columns = filled_columns(groups, group, g, arena, max_num_rows, row)
+        # step 3: whose token it is, and its index among this rank's tokens
+        is_valid = position >= 0
+        local = max(position, 0)
+        if groups[group + WORLD_SIZE] > 1:
+            is_valid, local = local_index(groups, group, is_valid, local)
+        if groups[group + SLOT_MODE] == SLOT_MODE_RING:
+            ring = max(columns * tokens, 1)
+            local -= divide(local, ring) * ring
+        # step 4: which column, and whether the row fills it
+        column = divide(local, tokens)
+        slot = np.int64(-1)
+        if is_valid and column < columns:
+            # step 5: which kernel block
+            block_id = np.int64(arena[groups[group + TABLE_START] + row * groups[group + WIDTH] + column])
+            is_none = is_missing(block_id, groups[group + NULL_START], groups[group + BLOCKS_PER_KV_BLOCK])
+            if not (groups[group + NULL_IS_PAD] and is_none):
+                slot = block_id * tokens + (local - column * tokens)
+        # step 6: store the slot
+        slots[cell] = slot
+        cell = advance(cell, cuda.gridsize(1))

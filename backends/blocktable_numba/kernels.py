@@ -286,6 +286,16 @@ def request_of(query_start_loc, num_reqs, token):
 
 
 @device_function
+def local_index(groups, group, is_valid, local):
+    """Whether a valid token is this rank's, and its index among its rank's tokens. local: its index among all."""
+    world_size, interleave_size = groups[group + WORLD_SIZE], groups[group + INTERLEAVE_SIZE]
+    turn = divide(local, interleave_size)
+    round_index = divide(turn, world_size)
+    is_valid = is_valid & (turn - round_index * world_size == groups[group + RANK])
+    return is_valid, round_index * interleave_size + (local - turn * interleave_size)
+
+
+@device_function
 def map_token(
     idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
     groups, g, arena, requests_per_token, token,
@@ -323,11 +333,7 @@ def map_token(
     local = position if is_valid else np.int64(0)
     # step 4: whose token it is, and its index among this rank's tokens
     if HAS_SHARDS and groups[group + WORLD_SIZE] > 1:
-        world_size, interleave_size = groups[group + WORLD_SIZE], groups[group + INTERLEAVE_SIZE]
-        turn = divide(local, interleave_size)
-        round_index = divide(turn, world_size)
-        is_valid = is_valid & (turn - round_index * world_size == groups[group + RANK])
-        local = round_index * interleave_size + (local - turn * interleave_size)
+        is_valid, local = local_index(groups, group, is_valid, local)
     if HAS_MODES and slot_mode == SLOT_MODE_RING:
         ring = columns * tokens_per_column
         last_position = positions[min(end, num_positions) - 1] if is_valid else np.int64(0)

@@ -191,7 +191,7 @@ class NumpyBlockStore:
         return first_columns
 
     def rows_of(self, batch: Batch) -> Ints:
-        """Return [num_reqs] int64, batch index -> row; -1 for a dummy (R10)."""
+        """Return [num_reqs] int64, batch index -> row; -1 for a dummy (R10.2)."""
         if batch.idx_mapping is None:
             return np.arange(batch.num_reqs)
         rows = host_array(batch.idx_mapping)

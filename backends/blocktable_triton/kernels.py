@@ -324,9 +324,9 @@ def _request_of(query_start_loc, low, size, token, is_wanted):
 def _slots_in(position, request, row, tokens, table, FEATURES: tl.constexpr):
     """Slots of tokens at positions of rows: of one row, or of one each; a position of -1 and a row of -1 give PAD.
 
-    The rows' counts and blocks are loaded together: a small launch takes as long as its chain of loads.
+    The rows' counts and blocks are loaded together: a small launch takes as long as its chain of loads. `tokens` are
+    those of a step, which `request` counts; None: no position is too old for its ring (R36).
     """
-    start_ptr, position_ptr, num_tokens = tokens
     count_ptr, group_ptr, arena_ptr, table_start, width, tokens_per_column, column_shift, pad_slot_id = table
     columns = tl.load(count_ptr + row, mask=row >= 0, other=0)
     is_valid = position >= 0
@@ -349,10 +349,12 @@ def _slots_in(position, request, row, tokens, table, FEATURES: tl.constexpr):
         slot_mode = tl.load(group_ptr + SLOT_MODE)
         if slot_mode == SLOT_MODE_RING:
             ring = columns.to(tl.int64) * tokens_per_column
-            end = tl.minimum(tl.load(start_ptr + request + 1, mask=row >= 0, other=0), num_tokens)
-            last_position = tl.load(position_ptr + end - 1, mask=end > 0, other=0)
-            # Of a request's tokens that share a place the last one is written (R14).
-            is_valid = is_valid & (tl.maximum(last_position, 0) - position < ring)
+            if tokens is not None:
+                start_ptr, position_ptr, num_tokens = tokens
+                end = tl.minimum(tl.load(start_ptr + request + 1, mask=row >= 0, other=0), num_tokens)
+                last_position = tl.load(position_ptr + end - 1, mask=end > 0, other=0)
+                # Of a request's tokens that share a place the last one is written (R14).
+                is_valid = is_valid & (tl.maximum(last_position, 0) - position < ring)
             place = tl.maximum(ring, 1).to(local.dtype)
             local = local - _divide(local, place) * place
     # step 5: which column, and whether the row fills it

@@ -23,7 +23,7 @@ from blocktable_benchmarks.runner import Lane, Results, merge, run_lane
 from blocktable_benchmarks.tables import make_tables
 from blocktable_benchmarks.workloads import shrink, step_workloads
 
-SECTIONS = ("steps", "slots", "bandwidth", "probes", "bulk", "exports", "launches")
+SECTIONS = ("callers", "steps", "slots", "bandwidth", "probes", "bulk", "exports", "launches")
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 
 
@@ -31,9 +31,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options."""
     parser = Parser(
         prog="blocktable bench",
-        description="Time whole steps (append, commit, gather, slots), the slot kernel alone and its share of the copy "
-        "bandwidth, for every backend that can run here and for the engines' own tables. Results are compared with the "
-        "numpy backend's before anything is timed. The exit status is 1 where something failed.",
+        description="Time a step in every way that an engine may call it, whole steps at their best (append, commit, "
+        "gather, slots), the slot kernel alone and its share of the copy bandwidth, for every backend that can run "
+        "here and for the engines' own tables. Results are compared with the numpy backend's before anything is timed. "
+        "The exit status is 1 where something failed.",
     )
     add = parser.add_argument
     add(

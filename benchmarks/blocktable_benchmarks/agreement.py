@@ -37,8 +37,8 @@ def check_steps(lane: Any, inputs: Inputs, *, is_peer: bool, steps: int = CHECKE
         lane.step(turn)
         reference.step(turn)
     lane.synchronize()
-    _compare_slots(lane.slots(), reference.slots())
-    return _compare_tables(lane.tables(), reference.tables(), is_peer=is_peer)
+    compare_slots(lane.slots(), reference.slots())
+    return compare_tables(lane.tables(), reference.tables(), is_peer=is_peer)
 
 
 def check_slots(lane: Any, inputs: Inputs) -> None:
@@ -52,10 +52,15 @@ def check_slots(lane: Any, inputs: Inputs) -> None:
     for each in (lane, reference):
         each.map_slots()
         each.synchronize()
-    _compare_slots(lane.slots(), reference.slots())
+    compare_slots(lane.slots(), reference.slots())
 
 
-def _compare_slots(found: list[Any], expected: list[Any]) -> None:
+def compare_slots(found: list[Any], expected: list[Any]) -> None:
+    """Compare slot mappings: [num_slots] int64 for each group.
+
+    Raises:
+        WrongResult: they differ.
+    """
     for group, (got, right) in enumerate(zip(found, expected, strict=True)):
         wrong = np.flatnonzero(got != right)
         if wrong.size:
@@ -66,7 +71,8 @@ def _compare_slots(found: list[Any], expected: list[Any]) -> None:
             )
 
 
-def _compare_tables(found: list[Any], expected: list[Any], *, is_peer: bool) -> list[str]:
+def compare_tables(found: list[Any], expected: list[Any], *, is_peer: bool) -> list[str]:
+    """Compare batch tables: [num_reqs, width] int32 for each group. Returns and raises as `check_steps`."""
     notes = []
     for group, (got, right) in enumerate(zip(found, expected, strict=True)):
         width = min(got.shape[1], right.shape[1])  # a peer may round the width otherwise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,20 @@ class Gpu:
             for _ in range(times):
                 call()
         return graph
+
+    def inference_mode(self) -> AbstractContextManager[Any]:
+        """Return torch's inference mode."""
+        mode: AbstractContextManager[Any] = self._torch.inference_mode()
+        return mode
+
+    @contextmanager
+    def default_device(self) -> Iterator[None]:
+        """Make the GPU torch's default device, as many engines do."""
+        self._torch.set_default_device("cuda")
+        try:
+            yield
+        finally:
+            self._torch.set_default_device(None)
 
     def free_bytes(self) -> int:
         """Return the device's free memory."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from blocktable_benchmarks.cells import Table
 from blocktable_benchmarks.gpu import Gpu, find_gpu
 from blocktable_benchmarks.table_lane import TableLane
-from blocktable_benchmarks.tables import Table
 from blocktable_benchmarks.timing import Pace, host_time
 from blocktable_benchmarks.workloads import Inputs, Workload, make_inputs
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from blocktable import BlockTableError
-from blocktable_benchmarks.tables import Results, Table, is_timed, make_tables, sweep_points
+from blocktable_benchmarks.cells import Results, Table, is_timed
+from blocktable_benchmarks.tables import make_tables, sweep_points
 from blocktable_benchmarks.workloads import SWEEPS
 
 STYLE = """

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 from blocktable import BlockTableError
-from blocktable_benchmarks.tables import Table
+from blocktable_benchmarks.cells import Table
+
+SHOWN_ONCE_MEASURED = ("callers", "caller_cases")
+"""Tables whose place on a page stays empty without results."""
 
 MARKER = re.compile(r"(<!-- bench: (?P<name>\w+) -->\n).*?(<!-- bench end -->)", re.DOTALL)
 
@@ -30,7 +33,8 @@ def as_text(table: Table) -> str:
 def as_markdown(table: Table) -> str:
     """Return a table in Markdown."""
     lines = [table.header, ["---", *("---:" for _ in table.header[1:])], *table.rows]
-    return "\n".join([f"**{table.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)])
+    text = [table.text, ""] if table.text else []
+    return "\n".join([*text, f"**{table.title}**", "", *("| " + " | ".join(line) + " |" for line in lines)])
 
 
 def fill_page(path: Path, tables: list[Table]) -> None:
@@ -45,6 +49,7 @@ def fill_page(path: Path, tables: list[Table]) -> None:
 
     def fill(place: re.Match[str]) -> str:
         found = [as_markdown(table) for table in tables if table.name == place["name"]]
-        return place[1] + ("\n\n".join(found) + "\n" if found else "Not measured yet.\n") + place[3]
+        nothing = "" if place["name"] in SHOWN_ONCE_MEASURED else "Not measured yet.\n"
+        return place[1] + ("\n\n".join(found) + "\n" if found else nothing) + place[3]
 
     path.write_text(MARKER.sub(fill, page))

@@ -104,12 +104,16 @@ class Results:
 def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the first run's results, and what they lack of the later ones'; no figure of the first is replaced.
 
-    The lanes of the first run that has a drop-in also stay as they were, as `drop_in_lanes`: its ratios are of one run.
+    Ratios are of one run: the lanes of the first run that has a drop-in also stay as they were, as `drop_in_lanes`, and
+    the first run that measured callers as `caller_run`.
     """
     merged, *others = runs
     drop_in_run = next((run for run in runs if any(lane["kind"] == "drop-in" for lane in run["lanes"].values())), None)
     if drop_in_run is not None:
         merged["drop_in_lanes"] = copy.deepcopy(drop_in_run["lanes"])
+    caller_run = next((run for run in runs if any("callers" in lane for lane in run["lanes"].values())), None)
+    if caller_run is not None:
+        merged["caller_run"] = copy.deepcopy({key: caller_run[key] for key in ("lanes", "machine", "command", "date")})
     for other in others:
         merged.setdefault("further_commands", []).append(f"{other['command']} ({other['date']})")
         for name, lane in other["lanes"].items():

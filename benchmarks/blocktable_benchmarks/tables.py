@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-Results = dict[str, Any]
+from blocktable_benchmarks.caller_tables import caller_tables
+from blocktable_benchmarks.cells import Results, Table, is_timed, number
 
 TARGETS = {
     "256 requests, 1 group, 32k, 1/16": (2.5, 5),
@@ -24,28 +24,12 @@ BANDWIDTH_TARGETS = {"1 requests": 85, "2048 requests": 75}
 """Per cent of the copy bandwidth."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """One table.
-
-    Attributes:
-        name: for markers in a page.
-        title: a sentence.
-        header: of each column.
-        rows: cells; the first one names the row.
-    """
-
-    name: str
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-
-
 def make_tables(results: Results) -> list[Table]:
     """Return every table that has a row."""
     makers: list[Callable[[Results], list[Table]]] = [
         _machine,
         _lanes,
+        caller_tables,
         _steps,
         _drop_ins,
         _slots,
@@ -60,17 +44,6 @@ def make_tables(results: Results) -> list[Table]:
         _errors,
     ]
     return [table for make in makers for table in make(results) if table.rows]
-
-
-def _number(value: Any, digits: int = 1) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.{digits}f}" if isinstance(value, float) else f"{value:,}"
-
-
-def is_timed(lane: dict[str, Any]) -> bool:
-    """Whether a lane's times mean anything."""
-    return not (lane.get("is_emulated") or lane.get("is_quick") or "absent" in lane)
 
 
 def _present(results: Results, section: str) -> dict[str, dict[str, Any]]:
@@ -165,16 +138,16 @@ def _step_rows(results: Results, name: str, workload: str) -> list[list[str]]:
     lane = results["lanes"][name]
     found = lane["steps"][workload]
     launches = lane.get("launches", {}).get(workload, {}).get("on_the_gpu")
-    counted = [_number(found.get("bytes_per_step"), 0), _number(launches)]
+    counted = [number(found.get("bytes_per_step"), 0), number(launches)]
     if not is_timed(lane):
         return [[name, "right", "-", "-", "-", "-", *counted, "-", "-"]]
     peer_host, peer_waited = (best_peer(results, "steps", workload, key) for key in ("host_us", "waited_us"))
     times = [found.get(key) for key in ("host_us", "host_no_wait_us", "waited_us", "gpu_us")]
     ratios = [_ratio(peer_host, found.get("host_us")), _ratio(peer_waited, found.get("waited_us"))]
-    rows = [[name, _number(times[0]), _number(found.get("pace"), 2), *map(_number, times[1:]), *counted, *ratios]]
+    rows = [[name, number(times[0]), number(found.get("pace"), 2), *map(number, times[1:]), *counted, *ratios]]
     lists = found.get("host_lists_us")
     if lists is not None:
-        rows.append([f"{name}, from lists", _number(lists), *["-"] * 6, _ratio(peer_host, lists), "-"])
+        rows.append([f"{name}, from lists", number(lists), *["-"] * 6, _ratio(peer_host, lists), "-"])
     return rows
 
 
@@ -199,7 +172,7 @@ def _drop_ins(results: Results) -> list[Table]:
             row = [name]
             for key in ("host_us", "waited_us"):
                 time = found.get(key)
-                row.append(_number(time))
+                row.append(number(time))
                 row += [_ratio(peer.get("steps", {}).get(workload, {}).get(key), time) for peer in own.values()]
             rows.append(row)
     ratios = [[f"{what} x {name}" for name in own] for what in ("host", "wait")]
@@ -218,7 +191,7 @@ def _slots(results: Results) -> list[Table]:
             found = content.get(workload, {})
             gather = f" (+ {found['gather_us']:.1f})" if "gather_us" in found else ""
             step = f"; step {found['step_us']:.1f}" if found.get("step_us") else ""
-            row.append(_number(found.get("gpu_us"), 2) + gather + step)
+            row.append(number(found.get("gpu_us"), 2) + gather + step)
         rows.append(row)
     header = ["", *(_slot_header(name) for name in workloads)]
     return [
@@ -274,7 +247,7 @@ def _bulk(results: Results) -> list[Table]:
     for name, content in _present(results, "bulk").items():
         if is_timed(results["lanes"][name]):
             found = [content.get(case, {}) for case in cases]
-            rows.append([name, *(f"{_number(f.get('scatter_us'), 0)} / {_number(f.get('copy_us'), 0)}" for f in found)])
+            rows.append([name, *(f"{number(f.get('scatter_us'), 0)} / {number(f.get('copy_us'), 0)}" for f in found)])
     return [
         Table("bulk", "A large commit and a wait, us: by scatter / by one copy of the whole table", ["", *cases], rows)
     ]
@@ -289,9 +262,9 @@ def _exports(results: Results) -> list[Table]:
             if found is None:
                 continue
             timed = is_timed(results["lanes"][name])
-            times = [_number(found.get("gpu_us"), 2), _number(found.get("host_us"))] if timed else ["right", "-"]
+            times = [number(found.get("gpu_us"), 2), number(found.get("host_us"))] if timed else ["right", "-"]
             launches = results["lanes"][name].get("export_launches", {}).get(case, {}).get("on_the_gpu")
-            counted = [_number(found["calls"]), _number(launches), _number(found["count_bytes"])]
+            counted = [number(found["calls"]), number(launches), number(found["count_bytes"])]
             rows.append([f"{case}: {name}", *times, *counted])
     header = ["", "GPU us", "host us", "calls", "on the GPU", "bytes of counts"]
     title = "Exports of 256 requests of up to 250 blocks, GPU us by graph replay"
@@ -312,8 +285,8 @@ def _memory(results: Results) -> list[Table]:
         ours: dict[str, int] = next(
             (content[workload]["memory"] for content in present.values() if content.get(workload, {}).get("memory")), {}
         )
-        measured = [_number(present[name].get(workload, {}).get("device_bytes")) for name in lanes]
-        rows.append([workload, *(_number(ours.get(part)) for part in parts), *measured])
+        measured = [number(present[name].get(workload, {}).get("device_bytes")) for name in lanes]
+        rows.append([workload, *(number(ours.get(part)) for part in parts), *measured])
     header = ["", *(part.replace("_", " ") for part in parts), *(f"{name}, on the device" for name in lanes)]
     return [Table("memory", "Bytes of a table: the parts of ours, and what was taken on the device", header, rows)]
 
@@ -328,8 +301,8 @@ def _waits(results: Results) -> list[Table]:
                     [
                         f"{name}: {workload}",
                         "none" if waits is None else f"after {waits} steps",
-                        _number(allocated.get("torch_blocks")),
-                        _number(allocated.get("device_bytes")),
+                        number(allocated.get("torch_blocks")),
+                        number(allocated.get("device_bytes")),
                     ]
                 )
     header = ["", "waits behind a busy device", "blocks from torch in 32 steps", "device bytes in 32 steps"]
@@ -370,7 +343,7 @@ def sweep_points(results: Results, axis: str) -> dict[str, dict[float, dict[str,
 def _sweep_cell(found: dict[str, Any] | None) -> str:
     if found is None:
         return "-"
-    return f"{_number(found.get('host_us'))} / {_number(found.get('gpu_us'))}"
+    return f"{number(found.get('host_us'))} / {number(found.get('gpu_us'))}"
 
 
 def _probes(results: Results) -> list[Table]:

@@ -82,11 +82,19 @@ class Pace:
         return elapsed
 
 
-def host_time(subject: Subject, steps: int, runs: int, pace: Pace, patience: float = PATIENCE_SECONDS) -> float:
+def host_time(
+    subject: Subject,
+    steps: int,
+    runs: int,
+    pace: Pace,
+    patience: float = PATIENCE_SECONDS,
+    untimed: Callable[[], float] = lambda: 0.0,
+) -> float:
     """Return the time until a step returns: per run a mean over `steps` steps from an idle device, then the median.
 
     Runs beside which the processor was slow do not count while there is patience (seconds) to wait for better ones; the
-    same for every lane. `pace.last` then says what those that counted had.
+    same for every lane. `pace.last` then says what those that counted had. `untimed` returns the seconds that all steps
+    so far have spent on what does not count.
     """
     samples: list[tuple[float, float]] = []
     deadline = time.perf_counter() + patience
@@ -97,10 +105,11 @@ def host_time(subject: Subject, steps: int, runs: int, pace: Pace, patience: flo
         step = subject.step
         with no_garbage_collection():
             slowest = pace.now()
+            left_out = untimed()
             start = time.perf_counter()
             for turn in range(steps):
                 step(turn)
-            elapsed = time.perf_counter() - start
+            elapsed = time.perf_counter() - start - (untimed() - left_out)
             slowest = max(slowest, pace.now())
         subject.synchronize()
         if is_warm:

@@ -20,10 +20,14 @@ import blocktable as bt
 from blocktable.host_path import host_path_description
 from blocktable_benchmarks.agreement import check_slots, check_steps
 from blocktable_benchmarks.bulk import measure_bulk
+from blocktable_benchmarks.caller_lane import CallerLane
+from blocktable_benchmarks.callers import PATIENT_SECONDS, Clock, measure_callers
+from blocktable_benchmarks.callers import RUNS as CALLER_RUNS
 from blocktable_benchmarks.exports import measure_exports
 from blocktable_benchmarks.gpu import Gpu, find_gpu
 from blocktable_benchmarks.machine import measure_launches, measure_machine
 from blocktable_benchmarks.peers.base import Impossible
+from blocktable_benchmarks.small_engine import measure_small_engine
 from blocktable_benchmarks.table_lane import TableLane
 from blocktable_benchmarks.timing import (
     QUEUE_ENTRIES,
@@ -48,7 +52,7 @@ from blocktable_benchmarks.workloads import (
     sweep_workload,
 )
 
-SECTIONS = ("machine", "steps", "slots", "bandwidth", "sweep", "probes", "bulk", "exports", "launches")
+SECTIONS = ("machine", "callers", "steps", "slots", "bandwidth", "sweep", "probes", "bulk", "exports", "launches")
 """In the order they run: a profiler's traces slow down what comes after it."""
 
 STEPS = 100
@@ -178,6 +182,15 @@ class Worker:
         self._try("machine", "measured", lambda: measure_machine(gpu, is_quick=self.is_quick))
         if gpu:
             self._try("machine", "launches", lambda: measure_launches(gpu))
+
+    def _callers(self) -> None:
+        patient_until = time.monotonic() + (0 if self.is_quick else PATIENT_SECONDS)
+        clock = Clock(self.steps, 2 if self.is_quick else CALLER_RUNS, self.pace, patient_until)
+        make_lane = self._make_lane if self._is_peer else partial(CallerLane, self.plan["name"], self.gpu)
+        make_reference = partial(CallerLane, "numpy", None)
+        measure_callers(make_lane, make_reference, self._try, clock, is_peer=self._is_peer, is_quick=self.is_quick)
+        if self.plan.get("name") == "numpy":
+            measure_small_engine(self._try, self.pace, is_quick=self.is_quick)
 
     def _steps(self) -> None:
         for workload in step_workloads():

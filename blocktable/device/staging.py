@@ -1,4 +1,4 @@
-"""How a commit's changes and a step's host arrays travel: in blocks that are never overwritten while in use (R9)."""
+"""How a commit's changes and a step's host arrays travel: in blocks that are never overwritten while in use (R9.2)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def staging_mode() -> str:
 def steady_entries(config: BlockTableConfig) -> int:
     """Return the int32 entries of the largest commit that must not allocate, packed.
 
-    One new block for every row and group, a filled count beside each, and one full row for every group (R9). Of a row
+    One new block for every row and group, a filled count beside each, and one full row for every group (R9.4). Of a row
     that replaces another only the entries that differ are sent: where every third one is the same, a range of two
     takes four entries.
     """
@@ -84,7 +84,7 @@ class StepMarks:
 
 
 class StagingRing:
-    """Blocks that are handed out in turn, each again only when the device has finished with it (R9).
+    """Blocks that are handed out in turn, each again only when the device has finished with it (R9.2).
 
     Whoever takes one sets its `mark` once everything that reads it is launched.
 

@@ -69,9 +69,11 @@ class DeviceStore:
         self._order = StreamOrder(driver)
         self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
         self._last_mark: Array = driver.full(1, 0, "int64")
-        self._changes = StagingRing(driver, steady_entries(config), config.steps_in_flight, self._order, self._marks)
-        # A launch copies what travels by value, so that one block is enough; the host reads pinned memory more slowly.
-        largest = self._launches.most_by_value
+        # What travels by value is copied as long as its kernel takes it, whatever is used of it.
+        self._largest = largest = self._launches.most_by_value
+        entries = max(steady_entries(config), largest)
+        self._changes = StagingRing(driver, entries, config.steps_in_flight, self._order, self._marks)
+        # A launch copies it, so that one block is enough; the host reads pinned memory more slowly.
         by_value = cycle([HostBlock(np.empty(largest, np.int32), 0)])
         self._lendable = by_value if largest else self._changes.blocks
         # gather and compute_slot_mappings take a block each.
@@ -141,7 +143,7 @@ class DeviceStore:
     def lend(self, stream: int | None) -> IntArray:
         """Return [n] int32 of memory for packed changes, which the next `commit` or `step` on this stream sends.
 
-        Waits where all of it is in use (R9).
+        Waits where all of it is in use (R9.3).
 
         Raises:
             BlockTableError: the stream is capturing, or may not be changed.
@@ -169,7 +171,7 @@ class DeviceStore:
                 self._apply(block, used, native)
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
-        """Send changes of any size; more than the ring holds may allocate and wait (R9)."""
+        """Send changes of any size; more than the ring holds may allocate and wait (R9.5)."""
         with self.driver.current():
             native, is_capturing = self._order.enter(stream)
             refuse_capture(is_capturing, "A commit")
@@ -187,7 +189,7 @@ class DeviceStore:
             first = first_entry + start
             self.driver.copy_in(values, self.arena[first : first + values.size], stream)
         if rest.num_ranges:
-            block = self.driver.host_block(rest.most_packed_entries)
+            block = self.driver.host_block(max(rest.most_packed_entries, self._largest))
             self._apply(block, rest.pack_changes(block.host), stream, first_entry)
             if block.mark is not None:
                 self.driver.wait(block.mark)

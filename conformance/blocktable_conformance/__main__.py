@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 USAGE = """\
-usage: blocktable conformance NAME... [--profile small|deep] [--step-path separate|fused] [--examples N]
+usage: blocktable conformance NAME... [--profile small|deep] [--step-path separate|fused] [--rule RULE] [--examples N]
                               [--soak SECONDS] [--verdict FILE] [any option of pytest: -x, -k EXPRESSION, -n 4, ...]
 
 Prove that backends keep the contract of docs/spec.md. NAME is an installed backend (see `blocktable backends`) or
@@ -24,7 +24,7 @@ def pytest_arguments(argv: Sequence[str]) -> list[str] | None:
 
     Names come before the first option of pytest's own; the suite's options may stand anywhere.
     """
-    own = ("--backend", "--profile", "--step-path", "--examples", "--soak", "--verdict")
+    own = ("--backend", "--profile", "--step-path", "--rule", "--examples", "--soak", "--verdict")
     rest, options, names = list(argv), [], []
     while rest and (rest[0].split("=")[0] in own or not rest[0].startswith("-")):
         word = rest.pop(0)

@@ -19,12 +19,17 @@ class ContractViolation(AssertionError):
     """A rule of the contract does not hold.
 
     Attributes:
-        rules: the rules, as "R12, R13".
+        rules: the rules, or their parts, as "R10.2, R13".
     """
 
     def __init__(self, rules: str, message: str) -> None:
         super().__init__(f"{rules}: {message}")
         self.rules = rules
+
+
+def joined(*rules: str) -> str:
+    """Return several lists of rules as one; an empty one adds nothing."""
+    return ", ".join(filter(None, rules))
 
 
 def fail(rules: str, message: str) -> NoReturn:
@@ -69,7 +74,13 @@ def check_array(got: HostArray, dtype: str, shape: tuple[int, ...], rules: str, 
 
 
 def check_table(
-    got: HostArray, expected: Sequence[Sequence[int]], filled: Sequence[int], *, rules: str, what: str, group: int
+    got: HostArray,
+    expected: Sequence[Sequence[int]],
+    filled: Sequence[int],
+    *,
+    rules: str | Sequence[str],
+    what: str,
+    group: int,
 ) -> None:
     """Check a whole table, [rows, width] int32.
 
@@ -77,21 +88,20 @@ def check_table(
         got: the table.
         expected: [rows][width].
         filled: [rows]. Columns that each row holds: a wrong entry behind them is a matter of hygiene (R5).
-        rules: what a wrong entry among the filled columns breaks.
+        rules: what a wrong entry among the filled columns breaks, in any row or in each of them.
         what: such as "batch table".
         group: the group.
     """
     __tracebackhide__ = True
     wide = np.array(expected, np.int32).reshape(len(expected), -1)
-    check_array(got, "int32", wide.shape, rules, what)
+    of_rows = [rules] * len(expected) if isinstance(rules, str) else rules
+    check_array(got, "int32", wide.shape, of_rows[0], what)
     if np.array_equal(got, wide):
         return
     wrong = np.argwhere(got != wide)
     row, column = (int(place) for place in wrong[0])
-    if column >= filled[row]:
-        rules += ", R5"
     fail(
-        rules,
+        joined(of_rows[row], "R5" if column >= filled[row] else ""),
         f"{what} of group {group} is wrong at row {row}, column {column} (the row holds {filled[row]} columns): "
         f"expected {wide[row, column]}, got {got[row, column]}; {len(wrong)} entries differ.\n"
         f"  expected row {row}: {wide[row].tolist()}\n"
@@ -120,7 +130,7 @@ def check_slots(
     wrong = np.flatnonzero(got != values)
     slot = expected[int(wrong[0])]
     fail(
-        f"{rules}, {slot.rule}" if rules else slot.rule,
+        joined(rules, slot.rule),
         _describe(slot, int(got[wrong[0]]), group, shape) + f"\n  tokens that differ: {wrong.tolist()[:20]}",
     )
 

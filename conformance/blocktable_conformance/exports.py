@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from blocktable import ArgumentError, Export, Layout
-from blocktable_conformance.asserts import check, fail, must_raise
+from blocktable_conformance.asserts import check, fail, joined, must_raise
 from blocktable_conformance.oracle_exports import Exported, ExportOracle
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.subject import HostArray, address
@@ -39,7 +39,7 @@ class ExportPair:
         layout: the layout.
         groups: the groups.
         out: the buffers.
-        rules: what a wrong entry breaks.
+        rules: the rule of its kind, which a wrong number breaks.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ExportPair:
         self.layout = layout
         self.groups = tuple(groups)
         self.out = pair.table.create_export(layout, self.groups, capacity=capacity, max_batch=max_batch)
-        self.rules = f"R25, {RULES[layout.kind]}"
+        self.rules = RULES[layout.kind]
         self._addresses = self._current_addresses()
         self._num_cut = 0
         self.check_written([], query_start_loc=[0])
@@ -181,10 +181,11 @@ class ExportPair:
 
         Args:
             idx_mapping, seq_lens, num_computed_tokens, first_tokens, query_start_loc: the batch.
-            rules: what a wrong entry breaks besides R25 and the rule of the kind.
+            rules: what a wrong entry breaks besides its part of R25 and the rule of the kind.
         """
         oracle = self._oracle(idx_mapping, seq_lens, num_computed_tokens, first_tokens, query_start_loc)
         expected = self._expected_of(oracle)
+        num_entries = 0 if expected.indptr is None else expected.indptr[-1]
         for name in ARRAYS:
             array, wanted = getattr(self.out, name), getattr(expected, name)
             check(
@@ -193,44 +194,85 @@ class ExportPair:
                 f"{self.layout.kind!r} must have {name} just where its rule says so.",
             )
             if array is not None:
-                dtype = self.layout.dtype if name == "entries" else "int32"
-                self._check_array(name, self.pair.subject.to_host(array), np.array(wanted, dtype), rules)
-        check(self._current_addresses() == self._addresses, "R25", "an array of an export moved.")
+                got = self.pair.subject.to_host(array)
+                whole = np.array(wanted, self.layout.dtype if name == "entries" else "int32")
+                place = self._first_wrong(name, got, whole)
+                if place is not None:
+                    is_fill = name == "entries" and whole[place] == self.out.fills[place[0]]
+                    parts = self._parts_of(name, place, is_fill, oracle, num_entries)
+                    self._fail(name, place, got, whole, joined(rules, parts, self.rules))
+        check(self._current_addresses() == self._addresses, "R25.8", "an array of an export moved.")
 
     def check_views(self, result: Export, num_rows: int, num_tokens: int | None = None) -> None:
         """Check what a call returned: views of the buffers, as many batch rows, or tokens, as were asked for."""
         out, to_host = self.out, self.pair.subject.to_host
         is_csr = out.indptr is not None
-        check(len(result.entries) == (0 if out.entries is None else len(self.groups)), self.rules, "an array a group.")
+        check(len(result.entries) == (0 if out.entries is None else len(self.groups)), "R25.15", "an array a group.")
         for index, view in enumerate(result.entries):
             whole = out.entries[index]  # type: ignore[index]
             if (num_rows or is_csr) and num_tokens != 0:
-                check(address(view) == address(whole), "R25", f"the entries of group {self.groups[index]} are a copy.")
+                check(
+                    address(view) == address(whole), "R25.8", f"the entries of group {self.groups[index]} are a copy."
+                )
             rows = to_host(whole)[:num_tokens] if is_csr else to_host(whole)[:num_rows]
             got = to_host(view)
-            check(np.array_equal(got.reshape(rows.shape), rows), "R25", f"the view of the entries is {got.shape}.")
+            check(np.array_equal(got.reshape(rows.shape), rows), self.rules, f"the view of the entries is {got.shape}.")
         for name, length in (("indptr", num_rows + 1), ("last_page_lens", num_rows), ("lengths", num_rows)):
             view, whole = getattr(result, name), getattr(out, name)
-            check((view is None) == (whole is None), "R25", f"{name} must be there just where its rule says so.")
+            check((view is None) == (whole is None), self.rules, f"{name} must be there just where its rule says so.")
             if view is not None:
-                check(np.array_equal(to_host(view), to_host(whole)[:length]), "R25", f"the view {name} is wrong.")
+                check(np.array_equal(to_host(view), to_host(whole)[:length]), self.rules, f"the view {name} is wrong.")
 
     def _current_addresses(self) -> list[int]:
         arrays = (getattr(self.out, name) for name in ARRAYS)
         return [address(array) for array in arrays if array is not None]
 
-    def _check_array(self, name: str, got: HostArray, wanted: HostArray, rules: str) -> None:
-        what = f"{name} of layout {self.layout.name!r} ({self.layout.kind}) of groups {self.groups}"
+    def _what(self, name: str) -> str:
+        return f"{name} of layout {self.layout.name!r} ({self.layout.kind}) of groups {self.groups}"
+
+    def _first_wrong(self, name: str, got: HostArray, wanted: HostArray) -> tuple[int, ...] | None:
+        """Check dtype and shape of an array; return where its first wrong number is, or None."""
+        what = self._what(name)
         check(got.dtype == wanted.dtype, self.rules, f"{what} must be {wanted.dtype}, got {got.dtype}.")
         check(got.shape == wanted.shape, self.rules, f"{what} must have shape {wanted.shape}, got {got.shape}.")
-        if np.array_equal(got, wanted):
-            return
         wrong = np.argwhere(got != wanted)
-        place = tuple(int(index) for index in wrong[0])
+        return tuple(int(index) for index in wrong[0]) if wrong.size else None
+
+    def _parts_of(
+        self, name: str, place: tuple[int, ...], is_fill: bool, oracle: ExportOracle, num_entries: int
+    ) -> str:
+        """Return the parts of R25 that a wrong number breaks.
+
+        Args:
+            name: of its array.
+            place: where it is.
+            is_fill: whether it must be the fill.
+            oracle: of the batch.
+            num_entries: entries of all requests, where they stand one request after another.
+        """
+        is_entry = name == "entries"
+        if is_entry and self.out.indptr is not None:
+            is_behind, is_dummy = place[1] >= num_entries, False
+        else:
+            request = place[1] if is_entry else max(0, place[0] - (name == "indptr"))
+            is_behind, is_dummy = request >= oracle.num_reqs, oracle.is_dummy(oracle.batch[request])
+        if is_behind:
+            return "R25.6, R25.13"
+        if is_dummy:
+            return "R25.6"
+        has_window = any(request.num_computed_tokens is not None for request in oracle.batch)
+        return joined(
+            "R25.5" if is_entry and (has_window or not is_fill) else "",
+            "R25.7" if is_fill else "",
+            "R25.15" if len(self.groups) > 1 else "",
+        )
+
+    def _fail(self, name: str, place: tuple[int, ...], got: HostArray, wanted: HostArray, rules: str) -> None:
         around = place[:-1]
         fail(
-            f"{rules}, {self.rules}" if rules else self.rules,
-            f"{what} is wrong at {place}: expected {wanted[place]}, got {got[place]}; {len(wrong)} entries differ.\n"
+            rules,
+            f"{self._what(name)} is wrong at {place}: expected {wanted[place]}, got {got[place]}; "
+            f"{np.count_nonzero(got != wanted)} entries differ.\n"
             f"  expected {_shortened(wanted[around])}\n"
             f"  got      {_shortened(got[around])}",
         )

@@ -24,12 +24,16 @@ from blocktable import (
     KVCacheGroup,
     Layout,
 )
+from blocktable.exports import RING_AND_REQUEST_KINDS
 from blocktable_conformance.oracle import OracleTable, Refused
 from blocktable_conformance.oracle_exports import ExportOracle
 from blocktable_conformance.subject import Subject
 
-FORMATS = (1, 2, 3)
-"""Versions of the file format that this suite reads. 2 has the call `export` besides, 3 `slots` and row edits."""
+FORMATS = (1, 2, 3, 4)
+"""Versions of the file format that this suite reads.
+
+2 has the call `export` besides, 3 `slots` and row edits, 4 exports of parts and requests, positions and metadata.
+"""
 
 FOLDER = Path(__file__).parent / "vectors"
 
@@ -60,9 +64,17 @@ class Vector:
         return self.id
 
     @property
-    def has_exports(self) -> bool:
-        """Whether a backend needs the capability `exports` for it."""
-        return any(operation["call"] == "export" for operation in self.operations)
+    def capabilities(self) -> set[str]:
+        """What a backend must declare for it."""
+        found = set()
+        for operation in self.operations:
+            call, args = operation["call"], operation["args"]
+            if call in ("export", "step_metadata"):
+                found.add("exports")
+            is_of_parts = "first_tokens" in args or "max_batch" in args
+            if call == "map_positions" or is_of_parts or args.get("layout", {}).get("kind") in RING_AND_REQUEST_KINDS:
+                found.add("export_parts")
+        return found
 
 
 def load() -> Iterator[Vector]:
@@ -92,12 +104,17 @@ def layout_of(fields: dict[str, Any]) -> Layout:
     return Layout(name="vector", consumer="a golden vector", **fields)
 
 
+def lists_per_group(seq_lens: list[Any], num_groups: int) -> list[list[int]]:
+    """Return the lengths of each group: those that were given for it, or the ones that were given for all."""
+    return seq_lens if seq_lens and isinstance(seq_lens[0], list) else [seq_lens] * num_groups
+
+
 EXPORTED = ("entries", "indptr", "last_page_lens", "lengths")
 """What an export answers: whole arrays, those that its kind has."""
 
 
-LOOKS = ("block_ids", "common_blocks", "kernel_block_ids")
-"""Calls whose answer stands under their own name."""
+WHOLE = ("block_ids", "common_blocks", "kernel_block_ids", "export", "map_positions")
+"""Calls whose answers are numbers and arrays of their own; those of others have one for each group."""
 
 
 class OracleAnswers:
@@ -162,19 +179,64 @@ class OracleAnswers:
         idx_mapping: list[int],
         seq_lens: list[int] | None = None,
         num_computed_tokens: list[int] | None = None,
+        first_tokens: list[int] | None = None,
+        query_start_loc: list[int] | None = None,
         capacity: int = 0,
         num_kernel_blocks: int = 0,
+        max_batch: int | None = None,
     ) -> Answer:
-        oracle = ExportOracle(
-            self.oracle, self.config, layout_of(layout), groups, idx_mapping, seq_lens, num_computed_tokens
-        )
+        inputs = (idx_mapping, seq_lens, num_computed_tokens, first_tokens, query_start_loc, max_batch)
+        oracle = ExportOracle(self.oracle, self.config, layout_of(layout), groups, *inputs)
         exported = oracle.run(capacity=capacity, num_kernel_blocks=num_kernel_blocks)
         answers = {name: getattr(exported, name) for name in EXPORTED}
-        key = json.dumps([layout, groups, capacity])
+        key = json.dumps([layout, groups, capacity, max_batch])
         self._num_cut[key] = self._num_cut.get(key, 0) + exported.num_cut
         return {name: answer for name, answer in answers.items() if answer} | (
             {"num_cut": self._num_cut[key]} if self._num_cut[key] else {}
         )
+
+    def _map_positions(self, rows: list[int], group: int, positions: list[list[int]]) -> Answer:
+        return {"slots": self.oracle.positions(rows, group, positions)}
+
+    def _step_metadata(
+        self,
+        idx_mapping: list[int],
+        seq_lens: list[Any],
+        layouts: list[dict[str, Any] | None],
+        num_computed_tokens: list[int] | None = None,
+        num_reqs_padded: int | None = None,
+        **args: Any,
+    ) -> Answer:
+        answer = self._step(num_computed_tokens, idx_mapping=idx_mapping, **args)
+        num_rows = len(idx_mapping) if num_reqs_padded is None else num_reqs_padded
+        lists = lists_per_group(seq_lens, len(self.groups))
+        sharing = [  # what groups that share an export have in common
+            (layout, lens, shape.kernel_block_size, shape.is_shared, shape.width)
+            for layout, lens, shape in zip(layouts, lists, self.oracle.shapes, strict=True)
+        ]
+        groups = []
+        for group, (layout, lens, *_) in enumerate(sharing):
+            members = [other for other in self.groups if sharing[other] == sharing[group]]
+            wanted = layout_of(layout or {"kind": "lengths"})
+            oracle = ExportOracle(self.oracle, self.config, wanted, members, idx_mapping, lens, num_computed_tokens)
+            lengths = [oracle.length(request) for request in oracle.batch[:num_rows]]
+            part = {"seq_lens": lengths if self.oracle.shapes[group].is_shared else lens}
+            groups.append(part if layout is None else part | self._views(oracle, members.index(group), num_rows))
+        return answer | {"groups": groups}
+
+    @staticmethod
+    def _views(oracle: ExportOracle, member: int, num_rows: int) -> Answer:
+        """Return what one group of an export is given: `num_rows` batch rows, and all indices."""
+        tokens = oracle.shape.kernel_block_size if oracle.layout.kind == "token_csr" else 1
+        exported = oracle.run(capacity=len(oracle.batch) * oracle.shape.width * tokens)
+        if exported.indptr is None:
+            return {"entries": exported.entries[member][:num_rows]}
+        return {
+            "entries": exported.entries[member],
+            "indptr": exported.indptr[: num_rows + 1],
+            "last_page_lens": (exported.last_page_lens or [])[:num_rows],
+            "lengths": (exported.lengths or [])[:num_rows],
+        }
 
 
 class TableAnswers:
@@ -233,6 +295,9 @@ class TableAnswers:
 
     def _step(self, **args: Any) -> Answer:
         self.table.step(**self._on_device(args))
+        return self._outputs()
+
+    def _outputs(self) -> Answer:
         buffers = self.table.buffers
         return {
             "block_tables": [self._host(table) for table in buffers.block_tables],
@@ -244,19 +309,18 @@ class TableAnswers:
         layout: dict[str, Any],
         groups: list[int],
         idx_mapping: list[int],
-        seq_lens: list[int] | None = None,
-        num_computed_tokens: list[int] | None = None,
         capacity: int = 0,
         num_kernel_blocks: int = 0,
+        max_batch: int | None = None,
+        **lists: list[int],
     ) -> Answer:
-        wanted, key = layout_of(layout), json.dumps([layout, groups, capacity])
+        wanted, key = layout_of(layout), json.dumps([layout, groups, capacity, max_batch])
         if key not in self._exports:  # a layout keeps its arrays: what an earlier batch left there must not show
-            self._exports[key] = self.table.create_export(wanted, groups, capacity=capacity or None)
+            self._exports[key] = self.table.create_export(
+                wanted, groups, capacity=capacity or None, max_batch=max_batch
+            )
         out = self._exports[key]
-        lists = {"seq_lens": seq_lens, "num_computed_tokens": num_computed_tokens}
-        arrays = {
-            name: self.subject.device_array(values, "int32") for name, values in lists.items() if values is not None
-        }
+        arrays = {name: self.subject.device_array(values, "int32") for name, values in lists.items()}
         mapping = self.subject.device_array(np.array(idx_mapping, np.int32), "int32")
         try:
             self.table.export(wanted, mapping, groups=groups, out=out, **arrays)
@@ -268,3 +332,25 @@ class TableAnswers:
         answers = {name: self._host(array) for name, array in found.items() if array is not None}
         num_cut = 0 if out.num_cut is None else self._host(out.num_cut)[0]
         return answers | ({"num_cut": num_cut} if num_cut else {})
+
+    def _map_positions(self, rows: list[int], group: int, positions: list[list[int]]) -> Answer:
+        array = self.subject.device_array
+        slots = self.table.map_positions(array(rows, "int32"), group, array(np.array(positions), "int32"))
+        return {"slots": self._host(slots)}
+
+    def _step_metadata(self, seq_lens: list[Any], layouts: list[dict[str, Any] | None], **args: Any) -> Answer:
+        arrays: dict[tuple[int, ...], Any] = {}  # of equal lists there is one
+        for lens in lists_per_group(seq_lens, len(self.groups)):
+            arrays.setdefault(tuple(lens), self.subject.device_array(lens, "int32"))
+        lengths = [arrays[tuple(lens)] for lens in seq_lens] if len(arrays) > 1 else next(iter(arrays.values()))
+        wanted = [None if layout is None else layout_of(layout) for layout in layouts]
+        given = self._on_device(args)
+        metadata = self.table.step_metadata(seq_lens=lengths, layouts=wanted, **given)
+        found = []
+        for group in metadata.groups:
+            part = {"seq_lens": self._host(group.seq_lens)}
+            if group.export is not None:
+                values = {name: getattr(group.export, name) for name in EXPORTED} | {"entries": group.entries}
+                part |= {name: self._host(array) for name, array in values.items() if array is not None}
+            found.append(part)
+        return self._outputs() | {"groups": found}

@@ -108,14 +108,14 @@ def padding() -> list[Scenario]:
                  [set_row(0, [5]), one([0, 1, 2])], [[[80, 81, 82]]]),
         Scenario("P2", "R15", "A shorter step leaves nothing of a longer one", small(block(4)),
                  [set_row(0, [7, 8, 9]), one(range(10)), one([10, 11])], [[list(range(28, 38))], [[38, 39]]]),
-        Scenario("P5", "R9, R10, R13", "A dummy step pads every group, and commits", small(block(4), block(2)),
+        Scenario("P5", "R9.1, R10.2, R13", "A dummy step pads every group, and commits", small(block(4), block(2)),
                  [set_row(0, [5, 6], [8, 9]), one([0, 3]), set_row(2, [3], [4]), step([-1] * 4, range(5), range(4)),
                   call("commit")], [[[20, 23], [16, 19]], [[], []]]),
         Scenario("P6", "R7, R13", "Block 0 has slots where it is allowed", small(block(4, allow_null=True)),
                  [set_row(0, [0, 6]), one([3, 5])], [[[3, 25]]]),
         Scenario("P6-pad", "R13", "Block 0 is PAD with null_is_pad", small(block(4, allow_null=True, null_is_pad=True)),
                  [set_row(0, [0, 6]), one([3, 5])], [[[X, 25]]]),
-        Scenario("P9", "R5, R10", "Padded rows hold nothing of an earlier batch", small(block(16)),
+        Scenario("P9", "R5, R10.3", "Padded rows hold nothing of an earlier batch", small(block(16)),
                  [*(set_row(row, [row + 1]) for row in range(4)), step(range(4), range(5), [0] * 4), set_row(0, [9]),
                   step([0], [0, 1], [0], num_reqs_padded=4)], [[[16, 32, 48, 64]], [[144]]]),
         Scenario("P12", "R2, R13", "The NULL block spans all its kernel blocks",
@@ -129,7 +129,7 @@ def padding() -> list[Scenario]:
                  [set_row(0, [0, -1, 2], [0, 1]), one([0, 5, 9, 12]), call("null_range", row=0, group=1, start=0,
                   stop=1), set_row(1, [-1], [-1]), LOOK, one([0, 8], num_computed_tokens=[0]), call("commit")],
                  [[[0, X, 9, X], [0, 5, 9, 12]], [[0, 8], [X, 8]]]),
-        Scenario("null-trash", "R5, R7, R10, R13", "A block of the engine's own stands for none",
+        Scenario("null-trash", "R5, R7, R10.2, R13", "A block of the engine's own stands for none",
                  small(block(8, kernel_block_size=4, num_blocks=6, null_block_id=5, pad_slot_id=47)),
                  [set_row(0, [0, 1]), set_row(1, [5]), LOOK, step([0, -1], [0, 2, 3], [0, 17, 0]), call("commit")],
                  [[[0, 47, 47, *[47] * 13]]]),
@@ -138,7 +138,7 @@ def padding() -> list[Scenario]:
                        slot_dtype="int64"),
                  [set_row(0, [1], [2], [3]), one([0, 4])],
                  [[[4, *[-7] * 15], [8, *[40] * 15], [12, *[3] * 15]]]),
-        Scenario("P13", "R10, R13", "An entry outside the table is a dummy", small(block(8)),
+        Scenario("P13", "R10.2, R13", "An entry outside the table is a dummy", small(block(8)),
                  [*(set_row(row, [row + 3]) for row in range(4)), one([0, 1], row=4), one([0, 1], row=-7),
                   step([4, 1, -1], [0, 1, 2, 3], [0, 1, 2])], [[[]], [[]], [[X, 33]]]),
         Scenario("P13-short", "R15", "query_start_loc says more than there are positions", small(block(8)),
@@ -159,7 +159,7 @@ def rows() -> list[Scenario]:
         Scenario("T1", "R4, R5", "A move leaves no tail and vacates its source", small(b16),
                  [set_row(0, [1, 2, 3, 4]), set_row(1, [55, 56]), call("move_row", src=1, dst=0), LOOK,
                   call("commit")]),
-        Scenario("T2", "R5, R9", "A shorter row leaves no tail on the device", small(b16),
+        Scenario("T2", "R5, R9.1", "A shorter row leaves no tail on the device", small(b16),
                  [set_row(0, [5, 6, 7]), call("commit"), set_row(0, [8]), call("commit")]),
         Scenario("T3", "R4, R5", "A row moved over a cleared one", small(b16),
                  [set_row(0, [21, 22, 23]), set_row(1, [31, 32]), call("clear_row", row=0),
@@ -258,10 +258,10 @@ def row_edits() -> list[Scenario]:
                   common(0, 1), common(0, 1, 2), common(0, 0), common(2), common(), common(0, 3), common(0, 1, group=1),
                   common(0, 2, group=1), call("null_range", row=0, group=0, start=0, stop=1),
                   call("null_range", row=1, group=0, start=0, stop=1), common(0, 1), common(0)]),
-        Scenario("set-again", "R4, R5, R9", "A row set to nearly what it held", small(hybrid),
+        Scenario("set-again", "R4, R5, R9.1", "A row set to nearly what it held", small(hybrid),
                  [set_row(0, [1, 2, 3]), call("commit"), set_row(0, [1, 4, 3]), call("commit"), set_row(0, [1, 4]),
                   call("commit"), set_row(0, [1, 4, 3, 2]), call("commit"), set_row(0, [1, 4, 3, 2]), call("commit")]),
-        *(Scenario(f"edits-{seed}", "R4, R7, R9", "A random history of edits", config, _edits(config, seed))
+        *(Scenario(f"edits-{seed}", "R4, R7, R9.1", "A random history of edits", config, _edits(config, seed))
           for seed, config in enumerate((small(block(4), block(6, kernel_block_size=2), width=5), small(block(3)))))
     ]  # fmt: skip
 
@@ -335,11 +335,11 @@ def geometry() -> list[Scenario]:
                  [set_row(0, [2], [5, 6]), one([1]),
                   call("slots", idx_mapping=[0], query_start_loc=[0, 6], positions=list(range(6)), groups=[1])],
                  [[[9], []]]),
-        Scenario("rows", "R7, R10, R13", "More rows than a batch has requests",
+        Scenario("rows", "R7, R10.1, R10.2, R13", "More rows than a batch has requests",
                  small(b16, max_num_reqs=2, max_num_rows=5),
                  [set_row(4, [7]), set_row(1, [3]), set_row(5, [1]), step([4, 1], [0, 1, 2], [1, 2]), LOOK,
                   step([4, 5], [0, 1, 2], [1, 2]), call("commit")], [[[113, 50]], [[113]]]),
-        Scenario("few-rows", "R7, R10, R13", "Fewer rows than a batch has requests",
+        Scenario("few-rows", "R7, R10.1, R10.2, R13", "Fewer rows than a batch has requests",
                  small(b16, max_num_rows=2),
                  [set_row(1, [7]), set_row(2, [1]), step([1, 2, 0, 1], range(5), [0, 0, 0, 1]), LOOK, call("commit")],
                  [[[112, X, X, 113]]]),
@@ -438,6 +438,7 @@ def exports() -> list[Scenario]:
         (kv, {}),
         (inverse_map, {"num_kernel_blocks": 24}),
     ]
+    nulls = [*windowed, ({"kind": "table"}, {}), ({"kind": "table", "entry_scale": 3}, {})]
     shared: list[tuple[dict[str, Any], dict[str, Any]]] = [(csr, {"capacity": 9}), (kv, {})]
     ranked: list[tuple[dict[str, Any], dict[str, Any]]] = [(csr, room), (tokens, room), (lengths, {})]
     rows = [set_row(0, [10, 11, 12]), set_row(1, [14]), set_row(2, [18, 19]), call("commit")]
@@ -465,7 +466,7 @@ def exports() -> list[Scenario]:
                   export(kv, [0, 1]), export(kv, [1]), export(missing, [1]),
                   export({"kind": "table", "width_tokens": 40}, [1, 0]),
                   export({"kind": "table", "exact_width": True}, [0]), export({"kind": "placeholder"}, [1, 0])]),
-        Scenario("window", "R11, R25", "A window in every layout", small(window),
+        Scenario("window", "R11, R25.5", "A window in every layout", small(window),
                  [*rows, *(export(layout, [0, 2, 1], seq_lens=[12, 8, 2], num_computed_tokens=[11, 7, -1], **options)
                            for layout, options in windowed)]),
         Scenario("inverse-map", "R30", "Repeated and NULL blocks, and a shorter batch",
@@ -478,11 +479,137 @@ def exports() -> list[Scenario]:
                   export(first, [0, 1, 2, 3]), export(first, [1]), export(last, [0, 1, -5, 2]),
                   export(aligned, [0, 1, 2, 3], seq_lens=[5, 4, 9, 0]),
                   export(aligned, [0, 0, 0, 1], seq_lens=[-2147483648, 1, 2147483647, -1])]),
-        Scenario("groups", "R25, R27, R29", "Groups of one geometry; where one holds less, all are cut",
+        *(Scenario(f"null-{null}", "R5, R25.7", "Block 0 is real, and another stands for none, or none does",
+                   small(hybrid | {"null_block_id": null, "allow_null": True}, state | {"null_block_id": null},
+                         width=3),
+                   [set_row(0, [7, null, 0], [0, 2]), set_row(1, [0], [2]),
+                    call("null_range", row=0, group=1, start=1, stop=2), call("commit"),
+                    *(export(layout, [0, 1, -1], seq_lens=[24, 5, 9], **options) for layout, options in nulls),
+                    *(export(layout, [1], seq_lens=[3], **options) for layout, options in nulls),
+                    *(export(layout, [0, 1, -1], (1,)) for layout in (first, last, {"kind": "state"}))])
+          for null in (-1, 5)),
+        Scenario("groups", "R25.15, R27, R29", "Groups of one geometry; where one holds less, all are cut",
                  small(b4, window, hybrid, width=4),
                  [set_row(0, [1, 2, 3], [4, 5, 6], [7, 8]), set_row(1, [9], [10, 11], [3]), call("commit"),
                   *(export(layout, [1, 0, -1], groups, seq_lens=[7, 11, 4], num_computed_tokens=[6, 10, 3], **options)
                     for groups in ([0, 1], [1, 0]) for layout, options in shared)]),
+    ]  # fmt: skip
+
+
+def export_parts() -> list[Scenario]:
+    """Vectors on exports that begin anywhere, of rings and requests, on slots of positions, and on metadata."""
+    csr, tokens, lengths = {"kind": "csr"}, {"kind": "token_csr"}, {"kind": "lengths"}
+    inverse_map, requests = {"kind": "inverse_map", "null": -1}, {"kind": "block_requests", "null": -1}
+    starts, ring = {"kind": "token_requests", "null": -1}, {"kind": "ring"}
+    kv = {"kind": "kv_offsets", "entry_scale": 2, "value_offset": 1}
+    table, missing = {"kind": "table"}, {"kind": "table", "null": -1, "dtype": "int64"}
+    ring_of_minus_1 = missing | {"kind": "ring", "width_tokens": 24}
+    room = {"capacity": 20}
+    every: list[tuple[dict[str, Any], dict[str, Any]]] = [(layout, {}) for layout in (table, missing, kv, lengths)]
+    every += [(inverse_map, {"num_kernel_blocks": 24}), (csr, room), (requests, room), (tokens, {"capacity": 72})]
+    b2, b4 = block(2, num_blocks=24), block(4, num_blocks=24)
+    cross, wrapped = b4 | {"slot_mode": "cross"}, b4 | {"slot_mode": "ring", "blocks_per_row": 3}
+    window = b4 | {"sliding_window": 5, "null_is_pad": True}
+    hybrid_ring = wrapped | {"block_size": 8, "kernel_block_size": 4}
+    rows = [set_row(0, [10, 11, 12, 13, 9]), set_row(1, [14]), set_row(2, [18, 19]), call("commit")]
+
+    def parts(layout: dict[str, Any], options: dict[str, Any]) -> list[Operation]:
+        """Parts from the start, the middle, the last block and past the end; then fewer, with windows; then whole."""
+        sizes = options | {"max_batch": 7}
+        return [
+            export(layout, [0, 0, 0, 2, 1, 3, -1], seq_lens=[20, 17, 19, 8, 4, 9, 9],
+                   first_tokens=[0, 8, 16, 4, 4, 0, 4], **sizes),
+            export(layout, [0, 0, 2], seq_lens=[20, 17, 7], first_tokens=[8, 4, 8],
+                   num_computed_tokens=[19, 9, 2147483647], **sizes),
+            export(layout, [2, 0, 1], seq_lens=[8, -2147483648, 4], **sizes),
+            export(layout, [0], seq_lens=[2147483647], first_tokens=[-2147483648], **sizes),
+        ]  # fmt: skip
+
+    def positions(group: int, *wanted: Sequence[int]) -> Operation:
+        return call("map_positions", rows=[0, 1, -1], group=group, positions=[list(line) for line in wanted])
+
+    def metadata(seq_lens: Sequence[Any], *layouts: dict[str, Any] | None, **options: Any) -> Operation:
+        inputs = {"idx_mapping": [1, -1, 0], "query_start_loc": [0, 1, 2, 4], "positions": [2, 0, 4, 5]}
+        return call("step_metadata", **inputs, seq_lens=list(seq_lens), layouts=list(layouts), **options)
+
+    far = [0, 3, 4, 9, 12, -1, 2147483647]
+    turns = [
+        {"seq_lens": [10, 3, 25, 9]},
+        {"seq_lens": [12, 13, 31, 33], "num_computed_tokens": [11, 12, 30, 0]},
+        {"seq_lens": [0, -1, 2147483647, -2147483648]},
+    ]
+    return [
+        Scenario("chunks", "R34", "Chunks of a row as entries of their own, in a batch above max_num_reqs",
+                 small(b2, width=5, max_num_reqs=2),
+                 [set_row(0, range(11, 16)), call("commit"),
+                  export(csr, [0, 0, 0], seq_lens=[4, 8, 10], first_tokens=[0, 4, 8], capacity=16, max_batch=4),
+                  export(csr, [0, -1, 0], seq_lens=[9, 8, 3], first_tokens=[6, 3, 8], capacity=16, max_batch=4)]),
+        *(Scenario(f"parts-{layout['kind']}-{layout.get('dtype', 'int32')}", "R34", "Parts of rows, then whole rows",
+                   small(window, width=5), [*rows, *parts(layout, options)])
+          for layout, options in every),
+        *(Scenario(f"parts-rank-{rank}", "R19, R34", "Parts of rows that two ranks share",
+                   small(b4, context_parallel=shard(2, rank, 2)),
+                   [set_row(0, [5, 6, 7]), call("commit"),
+                    *(export(layout, [0, 0, 0, -1], seq_lens=[20, 24, 13, 4], first_tokens=[0, 16, 8, 1], **options)
+                      for layout, options in every)])
+          for rank in range(2)),
+        *(Scenario(f"rounded-{layout['kind']}", "R34", "First tokens inside a block", small(b4),
+                   [set_row(0, [5, 6, 7]), call("commit"),
+                    export(layout, [0, -1, 0], seq_lens=[12, 4, 11], first_tokens=[4, 1, 9], **options)])
+          for layout, options in every if layout in (csr, table, inverse_map)),
+        Scenario("ring", "R35", "A ring over true positions, what it overwrote, and its window",
+                 small(wrapped | {"sliding_window": 6}, max_model_len=32),
+                 [set_row(0, [5, 9, 7]), set_row(1, [4]), call("commit"),
+                  *(export(layout, [0, 1, 0, 2], **lens) for layout in (ring_of_minus_1, ring) for lens in turns),
+                  export(ring, [-1, 1], seq_lens=[25, 2])]),
+        Scenario("rings", "R25.15, R35", "Rings of two groups; a row that is empty in one is the fill in both",
+                 small(hybrid_ring, hybrid_ring, max_model_len=64),
+                 [set_row(0, [5, 6], [7, 8, 9]), set_row(1, [3], []), call("commit"),
+                  export(ring, [0, 1, 0], [1, 0], seq_lens=[40, 8, 5]),
+                  export(ring, [1, 0], [1, 0], seq_lens=[64, 64])]),
+        Scenario("block-requests", "R27, R35", "The request of each block, beside the indices; the last batch is cut",
+                 small(b4), [*rows[1:3], set_row(0, [10, 11, 12]), call("commit"),
+                  *(export(layout, [2, 0, -1, 1], seq_lens=[5, 12, 9, 4], capacity=6) for layout in (csr, requests)),
+                  export(requests, [1, 0], seq_lens=[4, 12], first_tokens=[0, 8], capacity=6),
+                  export(requests, [0, 1, 2, 0], seq_lens=[12, 3, 9, 1], capacity=6)]),
+        Scenario("token-requests", "R35", "The request of each token: a late start, a dummy, empty requests",
+                 small(b4),
+                 [export(starts, [0, -1, 2, 1], query_start_loc=[1, 3, 6, 6, 16], capacity=16),
+                  export(starts, [0, 1], query_start_loc=[0, 2, 3], capacity=16),
+                  export(starts, [], query_start_loc=[0], capacity=16),
+                  export(starts, [0, 1] * 3, query_start_loc=[0, 1, 1, 2, 2, 3, 5], capacity=5, max_batch=7)]),
+        Scenario("positions", "R12, R13, R14, R36", "Slots of any positions in every mode, -1 for none",
+                 small(b4 | {"pad_slot_id": -5}, wrapped, cross, window | {"pad_slot_id": 2},
+                       b4 | {"null_block_id": -1}, b4 | {"null_block_id": 5, "allow_null": True}),
+                 [set_row(0, [9, 5], [5, 6], [7, 8], [9, 10], [0, 11], [5, 13]),
+                  set_row(1, [7], [3], [2], [4], [1], [8]),
+                  call("null_range", row=0, group=3, start=0, stop=1),
+                  call("null_range", row=0, group=4, start=0, stop=1), positions(0, far, far, far), call("commit"),
+                  *(positions(group, far, far[::-1], far) for group in range(6)), set_row(1, *[[6]] * 6),
+                  positions(0, [0], [1], [2])]),
+        *(Scenario(f"positions-rank-{rank}", "R12, R18, R36", "Positions of rows that two ranks share",
+                   small(b4, context_parallel=shard(2, rank, 2)),
+                   [set_row(0, [5, 6]), set_row(1, [7]), call("commit"),
+                    positions(0, [0, 1, 2, 3, 4, 9, 14, 16], range(8), range(8))])
+          for rank in range(2)),
+        Scenario("cross", "R14, R15", "Slots of named groups, in their order; a cross group has some where it is named",
+                 small(b4, cross | {"pad_slot_id": -3}, b4 | {"null_block_id": -1}),
+                 [set_row(0, [2], [5, 6], [0]), set_row(1, [3], [8], [7]), one([1]),
+                  *(call("slots", idx_mapping=[1, -1, 0], query_start_loc=[0, 2, 3, 9], positions=[0, 5, 1, *range(6)],
+                         groups=groups) for groups in ([1], [2, 1], [0])), one([0], row=1)],
+                 [[[9], [-3] * 16, [1]], [[12], [-3] * 16, [28]]]),
+        Scenario("metadata", "R33", "A decoder over an encoder: each group has lengths of its own",
+                 small(b4, cross, b4),
+                 [set_row(0, [2, 9], [5, 6], [4, 1]), set_row(1, [3], [8], [7]),
+                  metadata([[3, 1, 6], [4, 2, 7], [3, 1, 6]], csr, csr, csr),
+                  call("append_row", row=1, block_ids=[[10], [], []]),
+                  metadata([[7, 1, 6], [4, 2, 7], [3, 1, 5]], csr, tokens, table, num_reqs_padded=4),
+                  metadata([3, 1, 6], missing, None, csr)]),
+        Scenario("metadata-rank", "R19, R33", "Lengths of shared groups are this rank's",
+                 small(b4, cross, b4, context_parallel=shard(2, 1, 2)),
+                 [set_row(0, [2, 9], [5, 6], [4]), set_row(1, [3], [8], [7]),
+                  metadata([[3, 1, 6], [4, 2, 7], [11, 1, 5]], csr, csr, None, num_reqs_padded=4),
+                  metadata([7, 1, 11], None, csr, table)]),
     ]  # fmt: skip
 
 
@@ -495,7 +622,7 @@ def histories() -> list[Scenario]:
           for rank in range(2)),
     ]  # fmt: skip
     return [
-        Scenario(f"history-{seed}", "R4, R9, R10, R12, R13, R15", "A random history", config, _history(config, seed))
+        Scenario(f"history-{seed}", "R4, R9.1, R10, R12, R13, R15", "A random history", config, _history(config, seed))
         for seed, config in enumerate(configs)
     ]
 
@@ -543,11 +670,12 @@ FILES = {
     "context_parallel": context_parallel,
     "refusals": refusals,
     "exports": exports,
+    "export_parts": export_parts,
     "histories": histories,
 }
 
 
-FORMAT_OF = {"exports": 3, "geometry": 3, "padding": 3, "row_edits": 3}
+FORMAT_OF = {"export_parts": 4, "exports": 3, "geometry": 3, "padding": 3, "row_edits": 3}
 """File -> its format, where it is not 1."""
 
 

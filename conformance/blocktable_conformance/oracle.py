@@ -93,6 +93,11 @@ class Geometry:
         """Return what stands where there is no block (R5)."""
         return -1 if self.null_block_id == -1 else self.null_block_id * self.blocks_per_kv_block
 
+    @property
+    def is_shared(self) -> bool:
+        """Say whether ranks share the group's tokens (R18)."""
+        return self.share is not None and self.share.world_size > 1
+
     def is_missing(self, entry: int) -> bool:
         """Say whether a table entry stands for no block (R5)."""
         if self.null_block_id == -1:
@@ -204,7 +209,7 @@ class OracleTable:
     Attributes:
         shapes: one `Geometry` for each group.
         rows: [groups][num_rows], each the list of manager blocks the row holds; the host's state.
-        committed: [groups][num_rows], each a column list; what kernels see (R9).
+        committed: [groups][num_rows], each a column list; what kernels see (R9.2).
     """
 
     def __init__(self, config: BlockTableConfig) -> None:
@@ -406,7 +411,7 @@ class OracleTable:
     # Device (R9-R15).
 
     def commit(self) -> None:
-        """Make the device what the host is (R9)."""
+        """Make the device what the host is (R9.1)."""
         self.committed = [[self.columns(g, row) for row in range(self.num_rows)] for g in range(len(self.shapes))]
 
     def device_table(self, group: int) -> Table:
@@ -493,13 +498,29 @@ class OracleTable:
         rule = "R14" if shape.slot_mode == "ring" else "R12" if shape.share is None else "R12, R18"
         return Slot(block_id * shape.kernel_block_size + offset, rule, token, request, row, position, column, block_id)
 
+    def positions(self, rows: Sequence[int], group: int, positions: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the slot of every position of every token's row, -1 where it has none (R36)."""
+        return [
+            [self._slot_of_position(group, row, position) for position in wanted]
+            for row, wanted in zip(rows, positions, strict=True)
+        ]
+
+    def _slot_of_position(self, group: int, row: int, position: int) -> int:
+        shape, columns = self.shapes[group], self.committed_columns(group, row)
+        found = place(shape, len(columns), position, position, is_named=True)
+        if isinstance(found, str):
+            return -1
+        column, offset = found
+        is_hole = shape.is_missing(columns[column]) and (shape.null_is_pad or shape.null_block_id == -1)
+        return -1 if is_hole else columns[column] * shape.kernel_block_size + offset
+
     # Parts.
 
     def _wide(self, group: int, columns: list[int]) -> list[int]:
         return columns + [self.shapes[group].filler] * (self.shapes[group].width - len(columns))
 
     def committed_columns(self, group: int, row: int) -> list[int]:
-        """Return a row's column list as of the last commit; a dummy's is empty (R10)."""
+        """Return a row's column list as of the last commit; a dummy's is empty (R10.2)."""
         return self.committed[group][row] if 0 <= row < self.num_rows else []
 
     @staticmethod

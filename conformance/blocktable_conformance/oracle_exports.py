@@ -61,6 +61,7 @@ class ExportOracle:
         layout: the layout.
         groups: the groups.
         batch: [max_batch] requests; those behind the batch are dummies.
+        num_reqs: requests of the batch.
         starts: [num_reqs + 1]. First token of each request; None where they are not given.
     """
 
@@ -91,6 +92,7 @@ class ExportOracle:
             )
             for i, row in enumerate(idx_mapping)
         ]
+        self.num_reqs = len(self.batch)
         num_rows = table.num_batch_rows if max_batch is None else max_batch
         self.batch += [Request(-1) for _ in range(num_rows - len(self.batch))]
 
@@ -121,7 +123,7 @@ class ExportOracle:
         return tokens // gcd(tokens, self.shape.kernel_block_size)
 
     def is_dummy(self, request: Request) -> bool:
-        """Say whether a batch row stands for no row (R10)."""
+        """Say whether a batch row stands for no row (R10.2)."""
         return not 0 <= request.row < self.table.num_rows
 
     def columns(self, group: int, request: Request) -> list[int]:
@@ -192,13 +194,13 @@ class ExportOracle:
         return Exported([[make[kind](group, request) for request in self.batch] for group in self.groups])
 
     def fill(self, group: int) -> int:
-        """Return what a place without an entry holds: what the consumer tests for, or a valid entry (R25)."""
+        """Return what a place without an entry holds: what the consumer tests for, or a valid entry (R25.7)."""
         if self.layout.null is not None:
             return self.layout.null
         return max(0, self.table.shapes[group].filler) * self.layout.entry_scale
 
     def entry(self, group: int, block_id: int) -> int:
-        """Return the entry of a kernel block, or what stands for one that is missing (R25)."""
+        """Return the entry of a kernel block, or what stands for one that is missing (R25.7)."""
         is_missing = self.table.shapes[group].is_missing(block_id)
         return self.fill(group) if is_missing else block_id * self.layout.entry_scale
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blocktable import ArgumentError, BlockTableConfig, BlockTableError, StepBuffers
-from blocktable_conformance.asserts import check, check_array, check_slots, check_table, fail
+from blocktable_conformance.asserts import check, check_array, check_slots, check_table, fail, joined
 from blocktable_conformance.oracle import OracleTable, Refused, Slot, Table
 from blocktable_conformance.subject import HostArray, Subject, address
 
@@ -26,6 +26,7 @@ class Outputs:
         tables: for each group the whole batch table. None: the caller got the table's own rows, and what the buffer
             holds is open.
         filled: [groups][max_num_reqs]. Columns that each batch row holds.
+        rules: [max_num_reqs]. What a wrong entry of each batch row breaks.
         slots: for each group the whole slot mapping.
         addresses: where each array lay when the set was made.
     """
@@ -33,6 +34,7 @@ class Outputs:
     buffers: StepBuffers
     tables: list[Table | None]
     filled: list[list[int]]
+    rules: list[str]
     slots: list[list[Slot]]
     addresses: list[int] = field(default_factory=list)
 
@@ -102,6 +104,7 @@ class Pair:
             buffers,
             [empty[group] for group in groups],
             [[0] * self.config.max_num_reqs for _ in groups],
+            self._rules_of_rows([], 0),
             [
                 [Slot(shape.pad_slot_id, "R15", token) for token in range(self.config.max_num_batched_tokens)]
                 for shape in self.oracle.shapes
@@ -194,24 +197,24 @@ class Pair:
         filled = [[len(self.oracle.columns(g, x)) for x in range(self.oracle.num_rows)] for g in self._groups()]
         for group, table in enumerate(self.host_tables()):
             expected = self.oracle.host_table(group)
-            both = _joined(rules, "R4" if self.oracle.shapes[group].blocks_per_kv_block == 1 else "R2, R4")
+            both = joined(rules, "R4" if self.oracle.shapes[group].blocks_per_kv_block == 1 else "R2, R4")
             check_table(table, expected, filled[group], rules=both, what="the host table", group=group)
         counts = self.table.num_blocks_per_row
         check(
             plain(counts) == self.oracle.num_blocks_per_row(),
-            _joined(rules, "R4"),
+            joined(rules, "R4"),
             f"num_blocks_per_row must be {self.oracle.num_blocks_per_row()}, got {plain(counts)}.",
         )
 
     # Device.
 
-    def commit(self, rules: str = "R9") -> None:
-        """Commit and check the whole device state (R9)."""
+    def commit(self, rules: str = "R9.1") -> None:
+        """Commit and check the whole device state."""
         self.table.commit()
         self.oracle.commit()
         self.check_device(rules)
 
-    def check_device(self, rules: str = "R9") -> None:
+    def check_device(self, rules: str = "R9.1") -> None:
         """Check every table and every filled count on the device against the last commit."""
         filled = self.oracle.device_filled()
         for group in self._groups():
@@ -229,8 +232,15 @@ class Pair:
         num_reqs: int | None = None,
         num_computed_tokens: Sequence[int] | None = None,
         outputs: int = 0,
+        rules: str = "",
     ) -> list[HostArray]:
-        """Gather on both; check the whole buffers and the views."""
+        """Gather on both; check the whole buffers and the views.
+
+        Args:
+            idx_mapping, num_reqs_padded, num_reqs, num_computed_tokens: the batch.
+            outputs: the set.
+            rules: what a wrong entry breaks besides the rules of its batch row.
+        """
         returned = self.table.gather(
             self._int32(idx_mapping),
             num_reqs_padded,
@@ -240,15 +250,15 @@ class Pair:
         )
         requests = self._num_reqs(idx_mapping, num_reqs)
         padded = requests if num_reqs_padded is None else num_reqs_padded
-        self._expect_tables(idx_mapping, requests, num_computed_tokens, outputs)
-        views = self._check_table_views(returned, idx_mapping, padded, num_computed_tokens, outputs)
-        self.check_outputs(outputs)
+        self._expect_tables(idx_mapping, requests, padded, num_computed_tokens, outputs)
+        views = self._check_table_views(returned, idx_mapping, padded, num_computed_tokens, outputs, rules)
+        self.check_outputs(outputs, rules)
         return views
 
     def gather_in_place(self, num_reqs: int, num_reqs_padded: int) -> bool:
         """Gather the identity, padded, without a commit; say whether that was taken.
 
-        It must be refused where a padding row holds blocks, on the host or still on the device (R10).
+        It must be refused where a padding row holds blocks, on the host or still on the device (R10.10).
         """
         counts = [self.oracle.num_blocks_per_row(), self.oracle.device_filled()]
         occupied = [
@@ -258,7 +268,7 @@ class Pair:
             self.gather(None, num_reqs_padded, num_reqs=num_reqs)
         except ArgumentError:
             return False
-        check(not occupied, "R10", f"rows {num_reqs} to {num_reqs_padded} hold blocks, and were taken as padding.")
+        check(not occupied, "R10.10", f"rows {num_reqs} to {num_reqs_padded} hold blocks, and were taken as padding.")
         return True
 
     def compute(
@@ -311,7 +321,7 @@ class Pair:
         self.check_device()
         requests = len(query_start_loc) - 1
         padded = requests if num_reqs_padded is None else num_reqs_padded
-        self._expect_tables(idx_mapping, requests, num_computed_tokens, outputs)
+        self._expect_tables(idx_mapping, requests, padded, num_computed_tokens, outputs)
         self._expect_slots(idx_mapping, query_start_loc, positions, outputs)
         tables = self._check_table_views(step.block_tables, idx_mapping, padded, num_computed_tokens, outputs)
         num_returned = len(positions) if num_tokens_padded is None else num_tokens_padded
@@ -329,7 +339,8 @@ class Pair:
         outputs: int = 0,
     ) -> None:
         """Check the whole buffers after something else wrote them, such as a graph's replay."""
-        self._expect_tables(idx_mapping, len(idx_mapping), num_computed_tokens, outputs)
+        requests = len(idx_mapping)
+        self._expect_tables(idx_mapping, requests, requests, num_computed_tokens, outputs)
         self._expect_slots(idx_mapping, query_start_loc, positions, outputs)
         self.check_outputs(outputs)
 
@@ -342,7 +353,7 @@ class Pair:
     def invalidate(self) -> None:
         """Invalidate; after the commit that follows, every set is as fresh (R24)."""
         self.table.invalidate()
-        self.commit("R9, R24")
+        self.commit("R9.1, R24")
         self.outputs = [self._renewed(outputs) for outputs in self.outputs]
         for index in range(len(self.outputs)):
             self.check_outputs(index, "R24")
@@ -367,7 +378,7 @@ class Pair:
             table = outputs.tables[group]
             if table is not None:
                 filled = outputs.filled[group]
-                both = _joined(rules, self._gather_rules(group))
+                both = self._rules_of_table(group, outputs.rules, rules)
                 check_table(tables[group], table, filled, rules=both, what="the batch table", group=group)
             self._check_slots(slots[group], outputs.slots[group], group, rules)
         return tables, slots
@@ -393,7 +404,7 @@ class Pair:
     def _is_own_rows(
         self, group: int, idx_mapping: Sequence[int] | None, num_computed_tokens: Sequence[int] | None
     ) -> bool:
-        """Say whether the batch table is the device table's own rows (R10): identity, and no window to cut out."""
+        """Say whether the batch table is the device table's own rows (R10.9): identity, and no window to cut out."""
         windowed = self.oracle.shapes[group].sliding_window is not None and num_computed_tokens is not None
         return idx_mapping is None and not windowed
 
@@ -401,12 +412,14 @@ class Pair:
         self,
         idx_mapping: Sequence[int] | None,
         num_reqs: int,
+        num_reqs_padded: int,
         num_computed_tokens: Sequence[int] | None,
         outputs: int,
     ) -> None:
         mapping = range(num_reqs) if idx_mapping is None else idx_mapping
         tables = self.oracle.gather(mapping, num_computed_tokens)
         counts = self.oracle.device_filled()
+        self.outputs[outputs].rules = self._rules_of_rows(mapping, num_reqs_padded)
         for group in self._groups():
             own = self._is_own_rows(group, idx_mapping, num_computed_tokens)
             # The buffer is not what the caller gets then, and what it holds is nobody's concern.
@@ -434,25 +447,28 @@ class Pair:
         num_reqs_padded: int,
         num_computed_tokens: Sequence[int] | None,
         outputs: int,
+        rules: str = "",
     ) -> list[HostArray]:
-        check(len(returned) == len(self.config.groups), "R10", "gather must return one batch table for each group.")
+        check(len(returned) == len(self.config.groups), "R10.1", "gather must return one batch table for each group.")
         views = []
         for group, view in enumerate(returned):
             own = self._is_own_rows(group, idx_mapping, num_computed_tokens)
             source = self.table.device_table(group) if own else self.outputs[outputs].buffers.block_tables[group]
+            in_place = "" if idx_mapping is not None else "R10.9" if own else "R10.11"
             if num_reqs_padded:
-                check(address(view) == address(source), "R10, R17", f"the batch table of group {group} is a copy.")
+                rule = f"{in_place or 'R10.6'}, R17"
+                check(address(view) == address(source), rule, f"the batch table of group {group} is a copy.")
             views.append(self.subject.to_host(view))
             if own:
                 whole = self.oracle.device_table(group)
             else:
                 whole = self.outputs[outputs].tables[group] or []
             expected, width = whole[:num_reqs_padded], self.oracle.shapes[group].width
-            check_array(views[-1], "int32", (num_reqs_padded, width), "R10", f"the batch table of group {group}")
+            check_array(views[-1], "int32", (num_reqs_padded, width), "R10.4", f"the batch table of group {group}")
             filled = self.outputs[outputs].filled[group]
             if num_reqs_padded:
-                rules = self._gather_rules(group)
-                check_table(views[-1], expected, filled, rules=rules, what="the batch table's view", group=group)
+                both = self._rules_of_table(group, self.outputs[outputs].rules, joined(rules, in_place))
+                check_table(views[-1], expected, filled, rules=both, what="the batch table's view", group=group)
         return views
 
     def _check_slot_views(
@@ -470,13 +486,17 @@ class Pair:
             self._check_slots(views[-1], expected[:num_tokens_padded], group)
         return views
 
-    def _gather_rules(self, group: int) -> str:
-        return "R10" if self.config.groups[group].sliding_window is None else "R10, R11"
+    def _rules_of_rows(self, idx_mapping: Sequence[int], num_reqs_padded: int) -> list[str]:
+        """Return the part of R10 that each row of a whole batch table is about."""
+        held = ["R10.1" if 0 <= row < self.oracle.num_rows else "R10.2" for row in idx_mapping]
+        padding = ["R10.3"] * (num_reqs_padded - len(held))
+        return [*held, *padding, *["R10.6"] * (self.config.max_num_reqs - num_reqs_padded)]
+
+    def _rules_of_table(self, group: int, of_rows: Sequence[str], rules: str) -> list[str]:
+        """Return what a wrong entry of each row of a group's batch table breaks."""
+        window = "" if self.config.groups[group].sliding_window is None else "R11"
+        return [joined(rules, of_row, window) for of_row in of_rows]
 
     def _check_slots(self, got: HostArray, expected: Sequence[Slot], group: int, rules: str = "") -> None:
         shape = self.oracle.shapes[group]
         check_slots(got, expected, dtype=self.config.slot_dtype, group=group, shape=shape, rules=rules)
-
-
-def _joined(*rules: str) -> str:
-    return ", ".join(filter(None, rules))

@@ -7,6 +7,7 @@ blocktable is installed.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from blocktable import CAPABILITIES, Backend, BlockTableError, get_backend, list_backends
-from blocktable_conformance import profiles
+from blocktable_conformance import profiles, rules
 from blocktable_conformance.subject import Subject
 
 pytest.register_assert_rewrite("blocktable_conformance.asserts", "blocktable_conformance.pair")
@@ -29,7 +30,7 @@ STEP_PATHS = {"separate": None, "fused": "fused_step"}
 
 @dataclass
 class Failure:
-    """One failed test: what raised, and the rules it names."""
+    """One failed test: what raised, and the rules, or parts of them, that it names."""
 
     test: str
     error: str
@@ -109,6 +110,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="test this step path only. Repeatable; default: every path that a backend has.",
     )
     group.addoption(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="run the tests of this rule only: R10 with all of its parts, or a part such as R10.2. Repeatable.",
+    )
+    group.addoption(
         "--profile",
         choices=sorted(profiles.PROFILES),
         default="small",
@@ -134,6 +142,11 @@ def pytest_configure(config: pytest.Config) -> None:
     profile = profiles.PROFILES[config.getoption("--profile")]
     examples = config.getoption("--examples")
     profiles.use(profile if examples is None else profile.with_examples(examples))
+    unknown = [rule for rule in config.getoption("--rule") if not re.fullmatch(rules.NUMBER, rule)]
+    if unknown:
+        raise pytest.UsageError(
+            f"--rule takes a rule, such as R10, or a part of one, such as R10.2; got {unknown[0]!r}."
+        )
     run = config.stash[RUN] = Run()
     for label in dict.fromkeys(config.getoption("--backend")):
         _add_backend(run, label, config.getoption("--step-path"))
@@ -225,12 +238,17 @@ def _subject_of(item: pytest.Item) -> Subject | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note in every item which backend it is about, for the verdict (xdist's workers send it home in the report)."""
+    """Keep the tests of the rules that were asked for, and note in each which backend it is about, for the verdict."""
     if not config.stash[RUN].subjects:
         items.clear()  # no backend can run: pytest would report every test as skipped for want of one
+    wanted = config.getoption("--rule")
+    if wanted:
+        others = [item for item in items if not rules.are_about(rules.numbers("Rules", _docstring(item)), wanted)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     for item in items:
         found = _subject_of(item)
-        if found is not None:
+        if found is not None:  # xdist's workers send it home in the report
             item.user_properties.append(("backend", found.label))
 
 
@@ -254,11 +272,15 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed and call.excinfo is not None:
         error = call.excinfo.value
-        rules, message = str(getattr(error, "rules", "")), str(error).partition("\n")[0]
-        failure = Failure(item.nodeid, _kind(error), rules, message)
+        broken, message = str(getattr(error, "rules", "")), str(error).partition("\n")[0]
+        failure = Failure(item.nodeid, _kind(error), broken, message)
         report.user_properties.append(("failure", asdict(failure)))
-        report.sections.append(("what the test holds", (getattr(item, "obj", None).__doc__ or "").strip()))
+        report.sections.append(("what the test holds", _docstring(item).strip()))
     return report
+
+
+def _docstring(item: pytest.Item) -> str:
+    return getattr(item, "obj", None).__doc__ or ""
 
 
 def _kind(error: BaseException) -> str:

@@ -108,7 +108,7 @@ def test_a_fused_step_is_refused_where_not_declared(subject_once: Subject) -> No
 def test_a_fused_step_is_one_call(subject: Subject) -> None:
     """On the fused path a step asks the store once; on the separate path commit, gather and slots are three calls.
 
-    Rules: R9, R21.
+    Rules: R21.
     """
     pair = make(subject, GROUP, rows=[[5]])
     one_request(pair, [0])

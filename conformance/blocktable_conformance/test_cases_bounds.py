@@ -61,7 +61,7 @@ def test_sizes_above_the_buffer_are_refused_before_any_launch(subject: Subject) 
 def test_rows_above_the_batch_are_refused_before_any_launch(subject: Subject) -> None:
     """More padded rows than the table has, fewer than the batch, or lengths that disagree raise.
 
-    Cases: B2. Rules: R10, R15.
+    Cases: B2. Rules: R10.4, R15.
     """
     pair = make(subject, B16, rows=[[5]])
     two, three, five = (subject.device_array(range(number), "int32") for number in (2, 3, 5))
@@ -77,7 +77,7 @@ def test_rows_above_the_batch_are_refused_before_any_launch(subject: Subject) ->
         ("idx_mapping of 2, query_start_loc of 5", lambda: pair.table.compute_slot_mappings(two, five, position)),
         ("num_computed_tokens of 3", lambda: pair.table.gather(two, num_computed_tokens=three)),
     ):
-        with must_raise(ValueError, "R10, R15", name):
+        with must_raise(ValueError, "R10.4, R15", name):
             call()
     check(subject.watch.launches == launches, "R15", "something was launched, or committed, before the refusal.")
 
@@ -85,7 +85,7 @@ def test_rows_above_the_batch_are_refused_before_any_launch(subject: Subject) ->
 def test_dtypes_are_exact(subject: Subject) -> None:
     """An int64 idx_mapping, int32 positions, floats and two-dimensional arrays raise, and nothing is committed.
 
-    Cases: B2. Rules: R10, R12.
+    Cases: B2. Rules: R10.8, R12.
     """
     pair = make(subject, B16, rows=[[5]])
     right: dict[str, tuple[list[Any], str]] = {
@@ -97,13 +97,13 @@ def test_dtypes_are_exact(subject: Subject) -> None:
     for name, wrong in (("idx_mapping", "int64"), ("query_start_loc", "int64"), ("positions", "int32")):
         for dtype in (wrong, "float32"):
             inputs = right | {name: (right[name][0], dtype)}
-            with must_raise(TypeError, "R10, R12", f"{name} of {dtype}"):
+            with must_raise(TypeError, "R10.8, R12", f"{name} of {dtype}"):
                 pair.table.step(*(subject.device_array(values, dtype) for values, dtype in inputs.values()))
     for name in right:
         nested = right | {name: ([right[name][0]], right[name][1])}
-        with must_raise(ValueError, "R10, R12", f"a two-dimensional {name}"):
+        with must_raise(ValueError, "R10.8, R12", f"a two-dimensional {name}"):
             pair.table.step(*(subject.device_array(values, dtype) for values, dtype in nested.values()))
-    check(subject.watch.launches == launches, "R10", "something was launched, or committed, before the refusal.")
+    check(subject.watch.launches == launches, "R10.8", "something was launched, or committed, before the refusal.")
 
 
 def test_rows_lie_a_width_apart_not_a_capacity(subject: Subject) -> None:
@@ -115,7 +115,7 @@ def test_rows_lie_a_width_apart_not_a_capacity(subject: Subject) -> None:
     check(pair.host_tables()[0].shape == (4, 6), "R3", f"the table must be [4, 6], got {pair.host_tables()[0].shape}")
     seen = pair.step([1, 2], [0, 2, 4], [0, 63, 0, 16])
     expect_slots(seen, [80, 8 * 16 + 15, 144, PAD], "R12")
-    expect_table(seen.block_tables[0], [[5, 6, 7, 8], [9]], "R10")
+    expect_table(seen.block_tables[0], [[5, 6, 7, 8], [9]], "R10.1")
 
 
 @pytest.mark.parametrize(

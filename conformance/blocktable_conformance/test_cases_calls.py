@@ -20,14 +20,14 @@ B4 = KVCacheGroup(block_size=4)
 def test_no_requests_and_no_tokens(subject: Subject) -> None:
     """An empty step pads everything: after a real one, in a new table, and with rows launched.
 
-    Cases: K1. Rules: R10, R15.
+    Cases: K1. Rules: R10.3, R10.6, R15.
     """
     pair = make(subject, B4, max_num_batched_tokens=8, rows=[[3]])
     for num_reqs_padded in (None, 4):
         one_request(pair, [0, 1, 2, 3])
         seen = pair.step([], [0], [], num_reqs_padded=num_reqs_padded)
         expect_slots(seen, [], "R15")
-        expect_table(seen.block_tables[0], [], "R10")
+        expect_table(seen.block_tables[0], [], "R10.3")
     # Requests without a token, and launched tokens without a request.
     expect_slots(pair.step([0, 0], [0, 0, 0], [], num_tokens_padded=8), [], "R15")
 
@@ -83,7 +83,7 @@ def test_a_few_tokens_in_a_buffer_of_many_tiles(subject: Subject) -> None:
 def test_more_tokens_than_a_tile_and_more_requests_than_a_warp(subject: Subject, null: int) -> None:
     """A batch of 40 requests, some long, some empty, one with a hole, and 700 tokens crosses every tile's edge.
 
-    Cases: K8. Rules: R10, R12, R13.
+    Cases: K8. Rules: R10.1, R12, R13.
     """
     lengths = [0, 300, 1, 1, 0, 0, 200, 33, *[1] * 20, 0, 64, *[5] * 10, 0]
     starts = [sum(lengths[:request]) for request in range(len(lengths) + 1)]
@@ -164,7 +164,7 @@ def _inputs(
 def test_inputs_may_be_host_arrays_and_views_at_any_offset(subject: Subject) -> None:
     """Numpy inputs give what device arrays give, and may be overwritten at once; so do views that start at element 1.
 
-    Rules: R10, R21, R22.
+    Rules: R10.8, R21, R22.
     """
     pair = make(subject, B4, rows=[[2, 9], [5]])
     idx_mapping, starts = np.array([9, 1, 0], np.int32)[1:], np.array([9, 0, 1, 3], np.int32)[1:]
@@ -172,8 +172,8 @@ def test_inputs_may_be_host_arrays_and_views_at_any_offset(subject: Subject) -> 
     step = pair.table.step(idx_mapping, starts, positions)
     for array in (idx_mapping, starts, positions):
         array[:] = 0
-    check_values(subject.to_host(step.slot_mappings[0]), [23, 11, 36], "R10", "slots of host inputs")
-    expect_table(subject.to_host(step.block_tables[0]), [[5], [2, 9]], "R10")
+    check_values(subject.to_host(step.slot_mappings[0]), [23, 11, 36], "R10.8", "slots of host inputs")
+    expect_table(subject.to_host(step.block_tables[0]), [[5], [2, 9]], "R10.8")
     device = [
         subject.device_array(values, dtype)[1:]
         for values, dtype in (([9, 0], "int32"), ([9, 0, 2], "int32"), ([9, 4, 3], "int64"))
@@ -194,35 +194,35 @@ def test_positions_may_be_longer_than_the_tokens(subject: Subject) -> None:
 def test_a_row_may_occur_twice_in_a_batch(subject: Subject) -> None:
     """Two requests of one row give its batch row twice, and each its slots.
 
-    Rules: R10.
+    Rules: R10.1.
     """
     pair = make(subject, B4, rows=[[2, 9]])
     seen = pair.step([0, 0], [0, 1, 2], [0, 5])
-    expect_table(seen.block_tables[0], [[2, 9], [2, 9]], "R10")
+    expect_table(seen.block_tables[0], [[2, 9], [2, 9]], "R10.1")
     expect_slots(seen, [8, 37], "R12")
 
 
 def test_kernels_see_the_last_commit_not_the_host(subject_once: Subject) -> None:
     """Rows changed after a commit do not show in gather, slots or the device table before the next one.
 
-    Rules: R9.
+    Rules: R9.1, R9.2.
     """
     pair = make(subject_once, B4, rows=[[2, 9], [5]])
     pair.commit()
     pair.do("set_row", 0, [7])
     pair.do("clear_row", 1)
-    pair.check_device()
-    expect_table(pair.gather([0, 1])[0], [[2, 9], [5]], "R9")
+    pair.check_device("R9.2")
+    expect_table(pair.gather([0, 1])[0], [[2, 9], [5]], "R9.2")
     slots = pair.compute([0, 1], [0, 2, 3], [0, 4, 0])[0]
-    check_values(slots, [8, 36, 20], "R9", "the slots of the last commit")
+    check_values(slots, [8, 36, 20], "R9.2", "the slots of the last commit")
     pair.commit()
-    expect_table(pair.gather([0, 1])[0], [[7], []], "R9")
+    expect_table(pair.gather([0, 1])[0], [[7], []], "R9.1")
 
 
 def test_an_entry_changed_twice_is_sent_once(subject_once: Subject) -> None:
     """A commit sends each changed entry once, with its last value, and nothing where nothing changed.
 
-    Rules: R9.
+    Rules: R9.6, R9.7.
     """
     pair = make(subject_once, B4, rows=[[2, 9]])
     pair.commit()
@@ -233,14 +233,14 @@ def test_an_entry_changed_twice_is_sent_once(subject_once: Subject) -> None:
         pair.commit()
         pair.commit()
     values = sorted(value for writes in sent for value in writes.values)
-    check(values == [3, 7], "R9", f"block 7 and a count of 3 must be sent, got {values}")
+    check(values == [3, 7], "R9.6, R9.7", f"block 7 and a count of 3 must be sent, got {values}")
 
 
 @pytest.mark.large
 def test_disjoint_changes_of_a_row_stay_disjoint(subject_once: Subject) -> None:
     """An eviction at the front and an append at the end of a row of 1000 blocks send four entries, not the row.
 
-    Rules: R9.
+    Rules: R9.6.
     """
     pair = make(subject_once, B4, width=1001, max_num_reqs=1, rows=[range(1, 1001)])
     pair.commit()
@@ -250,23 +250,23 @@ def test_disjoint_changes_of_a_row_stay_disjoint(subject_once: Subject) -> None:
     with subject_once.recording() as sent:
         pair.commit()
     entries = sum(length for writes in sent for length in writes.lengths)
-    check(entries == 4, "R9", f"two NULLs, one block and one count are 4 entries, {entries} were sent.")
-    check(pair.table.num_bytes_sent > sent_before, "R9", "num_bytes_sent must count what was sent.")
+    check(entries == 4, "R9.6", f"two NULLs, one block and one count are 4 entries, {entries} were sent.")
+    check(pair.table.num_bytes_sent > sent_before, "R9.6", "num_bytes_sent must count what was sent.")
 
 
 def test_a_commit_that_raises_leaves_its_changes_pending(subject: Subject) -> None:
     """A failing write changes nothing and loses nothing: the next commit, or step, sends it.
 
-    Rules: R9.
+    Rules: R9.9.
     """
     pair = make(subject, B4, rows=[[2, 9]])
-    for again in (pair.commit, lambda: one_request(pair, [0])):
+    for again in (lambda: pair.commit("R9.9"), lambda: one_request(pair, [0])):
         pair.do("append_row", 0, [5])
         subject.watch.fail_next_write = RuntimeError("injected by the suite")
-        with must_raise(RuntimeError, "R9", "a commit whose write fails"):
+        with must_raise(RuntimeError, "R9.9", "a commit whose write fails"):
             again()
         pair.check_host()
-        pair.check_device()
+        pair.check_device("R9.9")
         again()
 
 
@@ -299,7 +299,7 @@ def _overwrite(pair: Pair, value: int) -> None:
 def test_verify_finds_what_differs(subject_once: Subject) -> None:
     """`verify()` accepts an equal device, also with changes pending, and names the first entry that differs.
 
-    Rules: R5, R9.
+    Rules: R5, R9.1.
     """
     pair = make(subject_once, B4, rows=[[2, 9]])
     pair.commit()
@@ -312,9 +312,9 @@ def test_verify_finds_what_differs(subject_once: Subject) -> None:
     pair.table.store.write(
         Writes(arena, np.array([offset]), np.array([1], np.int32), np.array([6], np.int32)), stream=None
     )
-    with must_raise(BlockTableError, "R9", "verify() of a device that differs") as raised:
+    with must_raise(BlockTableError, "R9.1", "verify() of a device that differs") as raised:
         pair.table.verify()
-    check("row 1, column 3" in raised.message, "R9", f"verify() must name row 1, column 3: {raised.message}")
+    check("row 1, column 3" in raised.message, "R9.1", f"verify() must name row 1, column 3: {raised.message}")
 
 
 def test_locate_says_whose_slot_it_is(subject_once: Subject) -> None:

@@ -37,9 +37,7 @@ def sent_entries(subject: Subject, pair: Pair) -> list[int]:
     )
 
 
-def expect_sent(
-    subject: Subject, pair: Pair, cells: Sequence[tuple[int, int, int]], ranges: int, rules: str = "R9"
-) -> None:
+def expect_sent(subject: Subject, pair: Pair, cells: Sequence[tuple[int, int, int]], ranges: int) -> None:
     """Commit and check what is sent.
 
     Args:
@@ -47,21 +45,20 @@ def expect_sent(
         pair: table and oracle.
         cells: (group, row, column) of every entry, in order; of the filled counts (-1, group, row).
         ranges: how many ranges they are sent in.
-        rules: what a failure breaks.
     """
     arena, before = pair.config.arena, pair.table.num_bytes_sent
     places = [arena.view(np.arange(arena.size), group)[row, column] for group, row, column in cells]
     got = sent_entries(subject, pair)
-    check(got == places, rules, f"the entries {places} of the arena must be sent, got {got}.")
+    check(got == places, "R9.8", f"the entries {places} of the arena must be sent, got {got}.")
     num_bytes = pair.table.num_bytes_sent - before
     expected = RANGE_BYTES * ranges + ENTRY_BYTES * len(cells)
-    check(num_bytes == expected, rules, f"{expected} bytes must be sent, got {num_bytes}.")
+    check(num_bytes == expected, "R9.6", f"{expected} bytes must be sent, got {num_bytes}.")
 
 
 def test_a_block_inside_a_row_is_replaced(subject_once: Subject) -> None:
     """Row [5, 6, 7] becomes [5, 9, 7], counts stay, and one entry is sent.
 
-    Cases: E1. Rules: R4, R9.
+    Cases: E1. Rules: R4, R9.8.
     """
     pair = make(subject_once, B16, rows=[[5, 6, 7], [6]])
     pair.commit()
@@ -180,7 +177,7 @@ def test_holes_have_the_id_of_the_groups_null_block(subject_once: Subject, null:
 def test_copies_read_every_source_first(subject_once: Subject) -> None:
     """Rows [1, 5], [1, 6]; sources 1, 0, 0 over 0, 1, 2 give [1, 6], [1, 5], [1, 5], and the shared block is not sent.
 
-    Cases: E3. Rules: R4, R5, R9.
+    Cases: E3. Rules: R4, R5, R9.8.
     """
     pair = make(subject_once, B16, rows=[[1, 5], [1, 6], [1, 7, 8]])
     pair.commit()
@@ -227,7 +224,7 @@ def test_repeated_rows_of_copies_and_permutations(subject_once: Subject) -> None
 def test_a_remap_is_all_at_once_and_in_every_row(subject_once: Subject) -> None:
     """Rows [1, 2], [2]; 1 -> 2 and 2 -> 1 give [2, 1], [1]; a chain maps no block twice; only hits are sent.
 
-    Cases: E4. Rules: R4, R9.
+    Cases: E4. Rules: R4, R9.8.
     """
     pair = make(subject_once, B16, B16, rows=[([1, 2, 4], [1]), ([2], [2])])
     pair.commit()
@@ -293,7 +290,7 @@ def test_a_wrong_remap_is_refused_whole(subject_once: Subject) -> None:
 def test_a_row_set_again_sends_what_differs(subject_once: Subject) -> None:
     """[1, 2, 3] set to [1, 4, 3] sends one block; to [1, 4] a count and the tail; to itself nothing.
 
-    Cases: E5. Rules: R4, R5, R9.
+    Cases: E5. Rules: R4, R5, R9.8.
     """
     pair = make(subject_once, B32, rows=[[1, 2, 3], [7]])
     pair.commit()
@@ -313,7 +310,7 @@ def test_a_row_set_again_sends_what_differs(subject_once: Subject) -> None:
 def test_an_entry_set_back_before_the_commit_is_right(subject_once: Subject) -> None:
     """An appended block that is replaced, remapped or set back before the commit reaches the device as it is last.
 
-    Cases: E5. Rules: R9.
+    Cases: E5. Rules: R9.1, R9.7.
     """
     edits: list[Callable[[Pair], Any]] = [
         lambda pair: pair.do("replace_blocks", 1, 0, 1, [9]),
@@ -431,7 +428,7 @@ def test_no_edit_sends_a_block_that_stood_there(
 ) -> None:
     """After any one edit a commit sends the entries that changed, and besides only columns that rows gave up.
 
-    Rules: R4, R5, R9.
+    Rules: R4, R5, R9.7, R9.8.
     """
     pair = Pair(subject_once, config)
     oracle, all_rows = pair.oracle, list(range(config.num_rows))
@@ -451,5 +448,5 @@ def test_no_edit_sends_a_block_that_stood_there(
     pair.do(edit, *edits[edit]())
     least, most = _bounds(pair.table, before, held)
     got = sent_entries(subject_once, pair)
-    check(len(set(got)) == len(got), "R9", f"{edit} sent an entry twice: {got}")
-    check(least <= set(got) <= most, "R9", f"{edit} must send {sorted(least)}, at most {sorted(most)}; got {got}.")
+    check(len(set(got)) == len(got), "R9.7", f"{edit} sent an entry twice: {got}")
+    check(least <= set(got) <= most, "R9.8", f"{edit} must send {sorted(least)}, at most {sorted(most)}; got {got}.")

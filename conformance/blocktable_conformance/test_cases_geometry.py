@@ -158,7 +158,7 @@ def test_groups_of_one_size_have_tables_of_their_own(subject: Subject) -> None:
     seen = one_request(pair, [0])
     for group, (slot, block_id) in enumerate(((16, 1), (32, 2))):
         expect_slots(seen, [slot], "R12", group=group)
-        expect_table(seen.block_tables[group], [[block_id]], "R10")
+        expect_table(seen.block_tables[group], [[block_id]], "R10.1")
 
 
 def test_a_ring_wraps_around_its_row(subject: Subject) -> None:
@@ -221,7 +221,7 @@ def test_a_group_without_slots(subject: Subject) -> None:
     seen = one_request(pair, [0, 1])
     expect_slots(seen, [16, 17], "R12")
     expect_slots(seen, [], "R13", group=1)
-    expect_table(seen.block_tables[1], [[7, 8, 9]], "R10")
+    expect_table(seen.block_tables[1], [[7, 8, 9]], "R10.1")
 
 
 def test_columns_left_by_a_sliding_window_are_null(subject: Subject) -> None:
@@ -256,30 +256,30 @@ def test_a_window_passes_no_column_before_its_last_token_left_it(subject_once: S
 def test_a_window_over_rows_in_place(subject: Subject) -> None:
     """Without an idx_mapping the windowed group is cut out of a copy, and the other hands out the table's own rows.
 
-    Cases: G10. Rules: R10, R11.
+    Cases: G10. Rules: R10.11, R11.
     """
     window = KVCacheGroup(block_size=4, sliding_window=8)
     pair = make(subject, window, KVCacheGroup(block_size=4), width=6, rows=[(range(11, 17), [7])])
     seen = pair.step(None, [0, 1], [19], num_computed_tokens=[19], num_reqs_padded=3)
     expect_table(seen.block_tables[0], [[0, 0, 0, 14, 15, 16]], "R11")
-    expect_table(seen.block_tables[1], [[7]], "R10")
+    expect_table(seen.block_tables[1], [[7]], "R10.11")
     expect_slots(seen, [63], "R12")
 
 
 def test_rows_in_place_of_a_batch(subject: Subject) -> None:
     """Without an idx_mapping batch row i is row i, and padding rows must be empty: an occupied one is named.
 
-    Rules: R10, R13.
+    Rules: R10.9, R10.10, R13.
     """
     pair = make(subject, KVCacheGroup(block_size=4), rows=[[5], [6, 7]])
     seen = pair.step(None, [0, 1, 3], [0, 3, 4], num_reqs_padded=4)
-    expect_table(seen.block_tables[0], [[5], [6, 7]], "R10")
+    expect_table(seen.block_tables[0], [[5], [6, 7]], "R10.9")
     expect_slots(seen, [20, 27, 28], "R12")
     launches = subject.watch.launches
-    with must_raise(ValueError, "R10", "an occupied padding row") as raised:
+    with must_raise(ValueError, "R10.10", "an occupied padding row") as raised:
         pair.table.gather(None, 2, num_reqs=1)
-    check("1" in raised.message, "R10", f"the error must name row 1: {raised.message}")
-    check(subject.watch.launches == launches, "R10", "something was launched before the refusal.")
+    check("1" in raised.message, "R10.10", f"the error must name row 1: {raised.message}")
+    check(subject.watch.launches == launches, "R10.10", "something was launched before the refusal.")
 
 
 def test_impossible_tables_are_refused_in_a_sentence(subject_once: Subject) -> None:

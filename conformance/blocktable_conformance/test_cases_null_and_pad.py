@@ -113,7 +113,7 @@ def test_real_state_in_block_0(subject_once: Subject) -> None:
 def test_what_stands_where_no_block_is(subject: Subject, null: int, filler: int) -> None:
     """Tails, dummies, padded rows, holes and columns that a window has left hold the filler, k columns for each block.
 
-    Rules: R4, R5, R7, R10, R11.
+    Rules: R4, R5, R7, R10.1, R10.2, R10.3, R10.6, R11.
     """
     group = KVCacheGroup(
         block_size=4, kernel_block_size=2, num_blocks=9, null_block_id=null, allow_null=True, sliding_window=3
@@ -125,15 +125,15 @@ def test_what_stands_where_no_block_is(subject: Subject, null: int, filler: int)
     pair.do("null_range", 0, 0, 0, 1)
     seen = pair.step([1, -1, 0], [0, 1, 2, 3], [0, 0, 9], num_reqs_padded=4, num_computed_tokens=[0, 0, 12])
     table = seen.block_tables[0]
-    check_values(table[0], [6, 7, *[filler] * 6], "R10", "a batch row")
+    check_values(table[0], [6, 7, *[filler] * 6], "R10.1", "a batch row")
     for row in (1, 3):
-        check_values(table[row], [filler] * 8, "R10", "the row of a dummy, or of padding")
+        check_values(table[row], [filler] * 8, "R10.2, R10.3", "the row of a dummy, or of padding")
     check_values(table[2], [filler] * 5 + [17, filler, filler], "R11", "a row with a window")
     table = pair.step([1], [0, 1], [0]).buffer_tables[0]
     for row in (1, 2, 3):
-        check_values(table[row], [filler] * 8, "R5, R10", "a row that the batch before this one had")
+        check_values(table[row], [filler] * 8, "R5, R10.6", "a row that the batch before this one had")
     table = pair.step([-1], [0, 1], [0]).buffer_tables[0]
-    check_values(table[0], [filler] * 8, "R5, R10", "a dummy's row, where there were columns")
+    check_values(table[0], [filler] * 8, "R5, R10.2", "a dummy's row, where there were columns")
     pair.do("clear")
     pair.invalidate()
 
@@ -192,11 +192,11 @@ def layout(kind: Any, **fields: Any) -> Layout:
 def test_what_a_layout_puts_where_no_block_is(subject_once: Subject) -> None:
     """-1 where the consumer tests for it; otherwise the filler, or block 0 where that is -1: a valid address.
 
-    Rules: R25, R26, R27, R28, R29.
+    Rules: R25.3, R25.7, R26, R27, R28, R29.
     """
     need_exports(subject_once)
     for wrong in (0, 1, -2):
-        with must_raise(ConfigError, "R25", f"a null of {wrong}"):
+        with must_raise(ConfigError, "R25.3", f"a null of {wrong}"):
             layout("table", null=wrong)
     wanted = [layout("table"), layout("table", null=-1), layout("table", entry_scale=3), layout("csr")]
     wanted += [layout("token_csr"), layout("kv_offsets", entry_scale=2, value_offset=1), layout("inverse_map", null=-1)]
@@ -206,7 +206,9 @@ def test_what_a_layout_puts_where_no_block_is(subject_once: Subject) -> None:
         pair.commit()
         for each, fill in zip(wanted, fills, strict=True):
             export = ExportPair(pair, each)
-            check(export.out.fills == (fill,), "R25", f"the fill of {each.kind} must be {fill}, got {export.out.fills}")
+            check(
+                export.out.fills == (fill,), "R25.7", f"the fill of {each.kind} must be {fill}, got {export.out.fills}"
+            )
             export.run([0, 1, -1], [12, 4, 9])
             export.run([1], [3])
     several = [replace(group, null_block_id=null) for null in (5, -1, 0)]
@@ -294,28 +296,28 @@ def test_an_export_of_another_batch_is_refused(subject_once: Subject) -> None:
 def test_rows_apart_from_the_batch(subject: Subject) -> None:
     """Five rows for batches of two, and one row for batches of four: each limit is the one that its rule names.
 
-    Rules: R3, R7, R10, R13.
+    Rules: R3, R7, R10.1, R10.2, R10.4, R10.9, R13.
     """
     pair = make(subject, B4, max_num_reqs=2, max_num_rows=5, rows=[[1], [2], [3], [], [5, 6]])
     pair.refuse("RowIndexError", "set_row", 5, [1])
     check(pair.table.host_table(0).shape == (5, 4), "R3", "the table must have five rows.")
     check(pair.table.num_blocks_per_row.shape == (1, 5), "R3", "there must be a count for each row.")
     seen = pair.step([4, 2], [0, 2, 3], [1, 4, 0])
-    expect_table(seen.buffer_tables[0], [[5, 6], [3]], "R10")
+    expect_table(seen.buffer_tables[0], [[5, 6], [3]], "R10.1")
     expect_slots(seen, [21, 24, 12], "R12")
     expect_slots(pair.step([5, 3], [0, 2, 3], [0, 1, 0]), [], "R13")
     pair.gather(None, num_reqs=2)
     array = subject.device_array
-    with must_raise(ArgumentError, "R10", "a batch of three"):
+    with must_raise(ArgumentError, "R10.4", "a batch of three"):
         pair.table.gather(array([0, 1, 2], "int32"))
-    with must_raise(ArgumentError, "R10", "a batch padded to three"):
+    with must_raise(ArgumentError, "R10.4", "a batch padded to three"):
         pair.table.gather(None, 3, num_reqs=2)
     check(pair.table.locate(0, 21).rows == ((4, 0, 1),), "R12", "locate() must find row 4.")
     pair.table.verify()
     few = make(subject, B4, max_num_rows=1, rows=[[7]])
-    expect_table(few.step([0, 1, 0, -1], range(5), [0, 0, 3, 0]).buffer_tables[0], [[7], [], [7]], "R10")
+    expect_table(few.step([0, 1, 0, -1], range(5), [0, 0, 3, 0]).buffer_tables[0], [[7], [], [7]], "R10.1, R10.2")
     few.gather(None, num_reqs=1)
-    with must_raise(ArgumentError, "R10", "more of the table's own rows than it has"):
+    with must_raise(ArgumentError, "R10.9", "more of the table's own rows than it has"):
         few.table.gather(None, 2, num_reqs=1)
     few.refuse("RowIndexError", "clear_row", 1)
 
@@ -323,18 +325,18 @@ def test_rows_apart_from_the_batch(subject: Subject) -> None:
 def test_padding_rows_that_are_empty_on_both_sides(subject_once: Subject) -> None:
     """A row that was set and cleared since the last commit is empty on the host and on the device.
 
-    Cases: W7. Rules: R10.
+    Cases: W7. Rules: R10.10.
     """
     pair = make(subject_once, B4, rows=[[2]])
     pair.commit()
     pair.do("set_row", 3, [1])
-    check(not pair.gather_in_place(1, 4), "R10", "row 3 holds a block.")
+    check(not pair.gather_in_place(1, 4), "R10.10", "row 3 holds a block.")
     pair.do("clear_row", 3)
-    check(pair.gather_in_place(1, 4), "R10", "row 3 is empty on both sides.")
+    check(pair.gather_in_place(1, 4), "R10.10", "row 3 is empty on both sides.")
     pair.do("set_row", 3, [1])
     pair.commit()
     pair.do("clear_row", 3)
-    check(not pair.gather_in_place(1, 4), "R10", "row 3 is not empty on the device.")
+    check(not pair.gather_in_place(1, 4), "R10.10", "row 3 is not empty on the device.")
 
 
 # Chosen groups, and cross-attention.

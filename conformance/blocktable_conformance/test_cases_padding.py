@@ -41,13 +41,13 @@ def test_a_shorter_step_leaves_no_slot_of_the_longer_one(subject: Subject) -> No
 def test_a_smaller_decode_leaves_no_slot_of_the_larger_one(subject: Subject) -> None:
     """Eight decoding requests, then three: entries from 3 to the end are PAD, and so are the batch rows.
 
-    Cases: P3. Rules: R10, R15.
+    Cases: P3. Rules: R10.1, R10.3, R15.
     """
     pair = make(subject, KVCacheGroup(block_size=4), max_num_reqs=8, rows=[[row + 1, row + 11] for row in range(8)])
     pair.step(range(8), range(9), [5] * 8)
     seen = pair.step([6, 1, 3], range(4), [5, 4, 2], num_reqs_padded=8, num_tokens_padded=8)
     expect_slots(seen, [17 * 4 + 1, 12 * 4, 4 * 4 + 2], "R15")
-    expect_table(seen.block_tables[0], [[7, 17], [2, 12], [4, 14]], "R10")
+    expect_table(seen.block_tables[0], [[7, 17], [2, 12], [4, 14]], "R10.1, R10.3")
 
 
 def test_a_new_table_is_pad_and_null(subject_once: Subject) -> None:
@@ -65,7 +65,7 @@ def test_a_new_table_is_pad_and_null(subject_once: Subject) -> None:
 def test_a_dummy_step_pads_every_group_and_still_commits(subject: Subject) -> None:
     """After a real step a dummy step of four requests leaves nothing in any group, and commits what changed before it.
 
-    Cases: P5. Rules: R9, R10, R13, R17.
+    Cases: P5. Rules: R9.1, R10.2, R13, R17.
     """
     pair = make(subject, KVCacheGroup(block_size=4), KVCacheGroup(block_size=2), rows=[([5, 6], [8, 9, 10])])
     real = one_request(pair, [0, 5, 3])
@@ -75,10 +75,10 @@ def test_a_dummy_step_pads_every_group_and_still_commits(subject: Subject) -> No
     dummy = pair.step([NO_REQUEST] * 4, range(5), [0, 1, 2, 3])
     for group in range(2):
         expect_slots(dummy, [], "R13", group=group)
-        expect_table(dummy.block_tables[group], [], "R10")
+        expect_table(dummy.block_tables[group], [], "R10.2")
     # Pair.step has compared the addresses; the row set before the dummy step must be there.
     on_device = subject.to_host(pair.table.device_table(0))
-    expect_table(on_device, [[5, 6], [], [3]], "R9", "the device table")
+    expect_table(on_device, [[5, 6], [], [3]], "R9.1", "the device table")
 
 
 def test_a_token_in_block_0_has_a_slot_unless_null_is_pad(subject: Subject) -> None:
@@ -94,11 +94,11 @@ def test_a_token_in_block_0_has_a_slot_unless_null_is_pad(subject: Subject) -> N
 def test_launched_rows_beyond_the_batch_are_null_not_pad(subject: Subject) -> None:
     """Two requests, four rows launched: column 0 is [3, 4, 0, 0], never -1.
 
-    Cases: P7. Rules: R10.
+    Cases: P7. Rules: R10.3.
     """
     pair = make(subject, KVCacheGroup(block_size=16), rows=[[3], [4]])
     seen = pair.step([0, 1], [0, 1, 2], [0, 0], num_reqs_padded=4)
-    expect_table(seen.block_tables[0], [[3], [4]], "R10")
+    expect_table(seen.block_tables[0], [[3], [4]], "R10.3")
 
 
 def test_addresses_stay_over_steps_of_any_size(subject: Subject) -> None:
@@ -128,33 +128,33 @@ def _decode_step(pair: Pair, num_reqs: int) -> object:
 def test_padded_rows_hold_nothing_of_an_earlier_batch(subject: Subject) -> None:
     """Four requests, then one padded to four: three NULL rows.
 
-    Cases: P9. Rules: R5, R10.
+    Cases: P9. Rules: R5, R10.3.
     """
     pair = make(subject, KVCacheGroup(block_size=16), rows=[[1], [2], [3], [4]])
     pair.step(range(4), range(5), [0] * 4)
     pair.do("set_row", 0, [9])
     seen = pair.step([0], [0, 1], [0], num_reqs_padded=4)
-    expect_table(seen.block_tables[0], [[9]], "R10")
+    expect_table(seen.block_tables[0], [[9]], "R10.3")
 
 
 def test_a_row_that_shrank_leaves_no_column_in_its_batch_row(subject_once: Subject) -> None:
     """A batch row that held four columns and now holds one, or another row's two, is NULL behind them.
 
-    Cases: P9. Rules: R5, R10.
+    Cases: P9. Rules: R5, R10.1, R10.2.
     """
     pair = make(subject_once, KVCacheGroup(block_size=16), rows=[[1, 2, 3, 4], [5, 6]])
     pair.commit()
     pair.gather([0, 1])
-    expect_table(pair.gather([1, 0])[0], [[5, 6], [1, 2, 3, 4]], "R10")
+    expect_table(pair.gather([1, 0])[0], [[5, 6], [1, 2, 3, 4]], "R10.1")
     pair.do("truncate_row", 0, 1)
     pair.commit()
-    expect_table(pair.gather([0, NO_REQUEST])[0], [[1], []], "R10")
+    expect_table(pair.gather([0, NO_REQUEST])[0], [[1], []], "R10.1, R10.2")
 
 
 def test_a_batch_padded_in_requests_and_tokens(subject: Subject) -> None:
     """Five requests of six tokens, padded to six rows and 36 tokens: the sixth row is NULL, its tokens PAD.
 
-    Cases: P10. Rules: R10, R15.
+    Cases: P10. Rules: R10.1, R10.3, R15.
     """
     pair = make(
         subject,
@@ -165,31 +165,31 @@ def test_a_batch_padded_in_requests_and_tokens(subject: Subject) -> None:
     )
     positions = [position for _ in range(5) for position in range(6)]
     seen = pair.step(range(5), range(0, 31, 6), positions, num_reqs_padded=6, num_tokens_padded=36)
-    expect_table(seen.block_tables[0], [[row + 1] for row in range(5)], "R10")
+    expect_table(seen.block_tables[0], [[row + 1] for row in range(5)], "R10.1, R10.3")
     expect_slots(seen, [(row + 1) * 16 + offset for row in range(5) for offset in range(6)], "R15")
 
 
 def test_an_idx_mapping_of_minus_one_is_a_dummy(subject: Subject) -> None:
     """Index 0 gives slots, index -1 gives PAD: never the table's last row.
 
-    Cases: P11. Rules: R10, R13.
+    Cases: P11. Rules: R10.2, R13.
     """
     pair = make(subject, KVCacheGroup(block_size=8), rows=[[3], [], [], [9]])
     expect_slots(one_request(pair, [0, 1]), [24, 25], "R12")
     seen = one_request(pair, [0, 1], row=NO_REQUEST)
     expect_slots(seen, [], "R13")
-    expect_table(seen.block_tables[0], [], "R10")
+    expect_table(seen.block_tables[0], [], "R10.2")
 
 
 def test_a_dummy_between_requests(subject: Subject) -> None:
     """A dummy in the middle pads its own tokens only.
 
-    Cases: P11. Rules: R10, R13.
+    Cases: P11. Rules: R10.1, R10.2, R13.
     """
     pair = make(subject, KVCacheGroup(block_size=8), rows=[[3], [4]])
     seen = pair.step([0, NO_REQUEST, 1], [0, 2, 4, 6], [0, 1, 0, 1, 0, 1])
     expect_slots(seen, [24, 25, PAD, PAD, 32, 33], "R13")
-    expect_table(seen.block_tables[0], [[3], [], [4]], "R10")
+    expect_table(seen.block_tables[0], [[3], [], [4]], "R10.1, R10.2")
 
 
 def test_the_null_block_spans_all_its_kernel_blocks(subject: Subject) -> None:
@@ -205,13 +205,13 @@ def test_the_null_block_spans_all_its_kernel_blocks(subject: Subject) -> None:
 def test_an_entry_outside_the_table_is_a_dummy(subject: Subject) -> None:
     """Entries 4 and -7 of a table of four rows give PAD and a NULL batch row.
 
-    Cases: P13. Rules: R10, R13.
+    Cases: P13. Rules: R10.2, R13.
     """
     pair = make(subject, KVCacheGroup(block_size=8), rows=[[3], [4], [5], [6]])
     for row in (4, -7, 2**31 - 1, -(2**31)):
         seen = one_request(pair, [0, 1], row=row)
         expect_slots(seen, [], "R13")
-        expect_table(seen.block_tables[0], [], "R10")
+        expect_table(seen.block_tables[0], [], "R10.2")
 
 
 def test_fewer_positions_than_query_start_loc_says(subject_once: Subject) -> None:

@@ -43,13 +43,13 @@ def test_a_move_onto_itself_changes_nothing(subject_once: Subject) -> None:
 def test_a_shorter_row_leaves_no_tail_on_the_device(subject_once: Subject) -> None:
     """Three blocks committed, then one: the device's row is [8, 0, 0, 0].
 
-    Cases: T2. Rules: R5, R9.
+    Cases: T2. Rules: R5, R9.1.
     """
     pair = make(subject_once, B16, rows=[[5, 6, 7]])
     pair.commit()
     pair.do("set_row", 0, [8])
     pair.commit()
-    expect_table(subject_once.to_host(pair.table.device_table(0)), [[8]], "R5, R9", "the device table")
+    expect_table(subject_once.to_host(pair.table.device_table(0)), [[8]], "R5, R9.1", "the device table")
 
 
 def test_an_empty_row_moved_empties_the_destination(subject_once: Subject) -> None:
@@ -87,7 +87,7 @@ def test_swaps_exchange_rows_of_different_lengths(subject_once: Subject) -> None
 def test_a_swap_costs_filled_columns_not_width(subject_once: Subject, width: int) -> None:
     """Swapping rows of 3 and 5 blocks sends both rows and both counts, however wide the table is.
 
-    Cases: T5. Rules: R4, R9.
+    Cases: T5. Rules: R4, R9.6.
     """
     table = subject_once.table(small_config(B16, width=width, max_num_reqs=2))
     table.set_row(0, [1, 2, 3])
@@ -97,7 +97,7 @@ def test_a_swap_costs_filled_columns_not_width(subject_once: Subject, width: int
     with subject_once.recording() as sent:
         table.commit()
     touched = sum(length for writes in sent for length in writes.lengths)
-    check(touched == 12, "R4, R9", f"two rows of 5 touched columns and 2 counts are 12 entries, {touched} were sent.")
+    check(touched == 12, "R4, R9.6", f"two rows of 5 touched columns and 2 counts are 12 entries, {touched} were sent.")
     got = subject_once.to_host(table.device_table(0))[:, :6].tolist()
     check(got == [[11, 12, 13, 14, 15, 0], [1, 2, 3, 0, 0, 0]], "R4", f"the rows are not swapped: {got}")
 

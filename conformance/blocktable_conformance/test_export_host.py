@@ -143,7 +143,7 @@ def test_the_host_sees_pending_changes(subject_once: Subject) -> None:
 def test_a_set_that_could_not_be_so_long(subject_once: Subject) -> None:
     """Where a set would need 2**31 entries the host's export is as long as it is used; groups are refused as anywhere.
 
-    Rules: R25, R37.
+    Rules: R25.15, R37.
     """
     pair = make(subject_once, KVCacheGroup(block_size=2**20, num_blocks=2047), width=1024, rows=[[5, 6]])
     row, lens = np.zeros(1, np.int32), np.full(1, 3, np.int32)
@@ -151,5 +151,5 @@ def test_a_set_that_could_not_be_so_long(subject_once: Subject) -> None:
     check_values(result.entries[0], [5 * 2**20 + token for token in range(3)], "R37", "the tokens")
     wrong: tuple[Any, ...] = (np.array(0), np.array([[0]]), np.array([0.0]))
     for groups in wrong:
-        with must_raise(BlockTableError, "R25", f"groups {groups!r}"):
+        with must_raise(BlockTableError, "R25.15", f"groups {groups!r}"):
             pair.table.export_host("csr", row, seq_lens=lens, groups=groups)

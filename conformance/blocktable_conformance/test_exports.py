@@ -88,7 +88,7 @@ def three_rows(subject: Subject, *groups: KVCacheGroup, **options: Any) -> Pair:
 def test_undeclared_exports_are_refused(subject_once: Subject) -> None:
     """Without `exports` both calls raise UnsupportedError, and nothing is launched.
 
-    Rules: R25.
+    Rules: R25.1.
     """
     table = make(subject_once, FULL).table
     mapping = subject_once.device_array([0], "int32")
@@ -98,16 +98,16 @@ def test_undeclared_exports_are_refused(subject_once: Subject) -> None:
         lambda: table.export("flash_attention_3", mapping),
     ]
     for call in calls:
-        with must_raise(UnsupportedError, "R25", "an export") as raised:
+        with must_raise(UnsupportedError, "R25.1", "an export") as raised:
             call()
-        check("exports" in raised.message, "R25", f"the refusal must name the capability: {raised.message}")
-    check(subject_once.watch.launches == launches, "R25", "something was launched before the refusal.")
+        check("exports" in raised.message, "R25.1", f"the refusal must name the capability: {raised.message}")
+    check(subject_once.watch.launches == launches, "R25.1", "something was launched before the refusal.")
 
 
 def test_bad_arguments_are_refused_before_any_launch(subject_once: Subject) -> None:
     """Each wrong argument raises its error; nothing is launched and no buffer changes.
 
-    Rules: R25, R26, R27, R28, R29, R30, R31.
+    Rules: R10.4, R25.2, R25.9, R25.15, R25.18, R27, R28, R29, R30, R31.
     """
     state = KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=2)
     unknown, zero = KVCacheGroup(block_size=4), KVCacheGroup(block_size=4, num_blocks=20)
@@ -116,41 +116,41 @@ def test_bad_arguments_are_refused_before_any_launch(subject_once: Subject) -> N
     table, array = pair.table, subject_once.device_array
     csr, other = ExportPair(pair, CSR), make(subject_once, FULL).table.create_export(CSR)
     one, two, wide = array([0], "int32"), array([3, 3], "int32"), array([0], "int64")
-    refused: list[tuple[type[Exception], Callable[[], Any]]] = [
-        (ConfigError, lambda: table.export("no_such_layout", one)),
-        (ConfigError, lambda: table.create_export("flash_mla")),
-        (ConfigError, lambda: table.export("flash_mla", one)),
-        (ConfigError, lambda: table.export("cutlass_mla", one)),
-        (DtypeError, lambda: table.export(CSR, one)),
-        (DtypeError, lambda: table.export(INVERSE_MAP, one)),
-        (DtypeError, lambda: table.export(ALIGNED_STATES, one, groups=1)),
-        (DtypeError, lambda: table.export(CSR, one, seq_lens=wide)),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=two)),
-        (ArgumentError, lambda: table.export(CSR, None, seq_lens=one, num_reqs=2)),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=one, num_reqs_padded=5)),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=one, groups=())),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=one, groups=(0, 0))),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=one, groups=5)),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=one, groups=-1)),
-        (DtypeError, lambda: table.export(CSR, one, seq_lens=one, groups=True)),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=one, groups=(0, 4))),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=one, groups=1)),
-        (ArgumentError, lambda: table.export(TOKEN_CSR, one, seq_lens=one, groups=2)),
-        (ArgumentError, lambda: table.export(INVERSE_MAP, one, seq_lens=one, groups=2)),
-        (ArgumentError, lambda: table.export(KV, one, groups=2)),
-        (ArgumentError, lambda: table.export(FIRST_STATE, one, groups=4)),
-        (ArgumentError, lambda: table.create_export(TABLE, capacity=4)),
-        (ArgumentError, lambda: table.create_export(CSR, capacity=0)),
-        (ArgumentError, lambda: table.create_export(CSR, capacity=2**31)),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=one, out=other)),
-        (ArgumentError, lambda: table.export(TOKEN_CSR, one, seq_lens=one, out=csr.out)),
-        (ArgumentError, lambda: table.export(CSR, one, seq_lens=one, groups=4, out=csr.out)),
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ConfigError, "R25.2", lambda: table.export("no_such_layout", one)),
+        (ConfigError, "R25.18", lambda: table.create_export("flash_mla")),
+        (ConfigError, "R25.18", lambda: table.export("flash_mla", one)),
+        (ConfigError, "R25.18", lambda: table.export("cutlass_mla", one)),
+        (DtypeError, "R27", lambda: table.export(CSR, one)),
+        (DtypeError, "R30", lambda: table.export(INVERSE_MAP, one)),
+        (DtypeError, "R31", lambda: table.export(ALIGNED_STATES, one, groups=1)),
+        (DtypeError, "R27", lambda: table.export(CSR, one, seq_lens=wide)),
+        (ArgumentError, "R27", lambda: table.export(CSR, one, seq_lens=two)),
+        (ArgumentError, "R27", lambda: table.export(CSR, None, seq_lens=one, num_reqs=2)),
+        (ArgumentError, "R10.4", lambda: table.export(CSR, one, seq_lens=one, num_reqs_padded=5)),
+        (ArgumentError, "R25.15", lambda: table.export(CSR, one, seq_lens=one, groups=())),
+        (ArgumentError, "R25.15", lambda: table.export(CSR, one, seq_lens=one, groups=(0, 0))),
+        (ArgumentError, "R25.15", lambda: table.export(CSR, one, seq_lens=one, groups=5)),
+        (ArgumentError, "R25.15", lambda: table.export(CSR, one, seq_lens=one, groups=-1)),
+        (DtypeError, "R25.15", lambda: table.export(CSR, one, seq_lens=one, groups=True)),
+        (ArgumentError, "R25.15", lambda: table.export(CSR, one, seq_lens=one, groups=(0, 4))),
+        (ArgumentError, "R25.18", lambda: table.export(CSR, one, seq_lens=one, groups=1)),
+        (ArgumentError, "R28", lambda: table.export(TOKEN_CSR, one, seq_lens=one, groups=2)),
+        (ArgumentError, "R30", lambda: table.export(INVERSE_MAP, one, seq_lens=one, groups=2)),
+        (ArgumentError, "R29", lambda: table.export(KV, one, groups=2)),
+        (ArgumentError, "R31", lambda: table.export(FIRST_STATE, one, groups=4)),
+        (ArgumentError, "R27", lambda: table.create_export(TABLE, capacity=4)),
+        (ArgumentError, "R27", lambda: table.create_export(CSR, capacity=0)),
+        (ArgumentError, "R27", lambda: table.create_export(CSR, capacity=2**31)),
+        (ArgumentError, "R25.9", lambda: table.export(CSR, one, seq_lens=one, out=other)),
+        (ArgumentError, "R25.9", lambda: table.export(TOKEN_CSR, one, seq_lens=one, out=csr.out)),
+        (ArgumentError, "R25.9", lambda: table.export(CSR, one, seq_lens=one, groups=4, out=csr.out)),
     ]
-    for index, (error, call) in enumerate(refused):
+    for index, (error, rules, call) in enumerate(refused):
         launches = subject_once.watch.launches
-        with must_raise(error, "R25", f"wrong argument {index}"):
+        with must_raise(error, rules, f"wrong argument {index}"):
             call()
-        check(subject_once.watch.launches - launches <= 1, "R25", f"wrong argument {index} was exported.")
+        check(subject_once.watch.launches - launches <= 1, rules, f"wrong argument {index} was exported.")
     csr.check_written([])
 
 
@@ -183,7 +183,7 @@ def test_entries_of_32_bits(subject_once: Subject) -> None:
 def test_csr_by_hand(subject_once: Subject) -> None:
     """Rows of 3, 1, 2 and 0 blocks of 4 tokens: lengths on both sides of a block's edge, a dummy, an empty request.
 
-    Rules: R27.
+    Rules: R25.13, R27.
     """
     export = ExportPair(three_rows(subject_once, FULL), CSR)
     result = export.run([2, 0, -1, 1], [5, 12, 9, 4])
@@ -194,7 +194,7 @@ def test_csr_by_hand(subject_once: Subject) -> None:
     check_values(host(result.lengths), [5, 12, 0, 4], "R27", "lengths")
     result = export.run([0, 3], [4, 7], num_reqs_padded=4)
     check_values(host(result.indptr), [0, 1, 1, 1, 1], "R27", "indptr")
-    check_values(host(result.entries[0])[:6], [10, 0, 0, 0, 0, 0], "R25", "the indices after a larger batch")
+    check_values(host(result.entries[0])[:6], [10, 0, 0, 0, 0, 0], "R25.13", "the indices after a larger batch")
     check_values(host(result.last_page_lens), [4, 0, 0, 0], "R27", "last_page_lens")
     export.run([0, 1, 2], [0, -3, INT32_MIN])
     export.run(None, [1, 2, 3])
@@ -325,7 +325,7 @@ def test_null_is_all_kernel_blocks_of_block_0(subject_once: Subject) -> None:
 def test_block_0_is_real_where_another_block_is_null(subject_once: Subject, null: int) -> None:
     """Block 0 that is given out is exported like any other, and the group's own null is missing.
 
-    Rules: R5, R25, R26, R27, R30, R31.
+    Rules: R5, R25.7, R26, R27, R30, R31.
     """
     group = KVCacheGroup(block_size=4, num_blocks=20, null_block_id=null, allow_null=True)
     state = replace(group, slot_mode="none", blocks_per_row=3)
@@ -336,9 +336,9 @@ def test_block_0_is_real_where_another_block_is_null(subject_once: Subject, null
     check(got == [[0, -1, 7], [3, 0, -1]], "R26", f"the table with -1 is {got}.")
     fill = max(null, 0)
     got = host(ExportPair(pair, SCALED).run([0, 1]).entries[0]).tolist()
-    check(got == [[0, 3 * fill, 21], [9, 0, 3 * fill]], "R25, R26", f"the scaled table is {got}.")
+    check(got == [[0, 3 * fill, 21], [9, 0, 3 * fill]], "R25.7, R26", f"the scaled table is {got}.")
     got = host(ExportPair(pair, CSR).run([0, 1], [12, 8]).entries[0])
-    check_values(got[:6], [0, fill, 7, 3, 0, fill], "R25, R27", "the indices")
+    check_values(got[:6], [0, fill, 7, 3, 0, fill], "R25.7, R27", "the indices")
     got = host(ExportPair(pair, INVERSE_MAP).run([0, 1], [12, 8]).entries[0])
     check_values(got[:, 0], [0, 1], "R30", "the columns of block 0")
     got = host(ExportPair(pair, FIRST_STATE, (1,)).run([0, 1]).entries[0])
@@ -360,7 +360,7 @@ def test_another_batch_than_the_gathered_one_is_refused(subject_once: Subject) -
 def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
     """Nothing is launched or copied where the batch table is what the layout asks for; other sets have their own.
 
-    Rules: R26.
+    Rules: R25.10, R26.
     """
     pair = three_rows(subject, *[KVCacheGroup(block_size=16, num_blocks=40)] * 2)
     more = pair.table.create_buffers()
@@ -378,7 +378,7 @@ def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
         check(same and tuple(entries.shape) == (3, 4), "R26", f"group {group} must be the batch table itself.")
     check(address(other.entries[0]) == address(more.block_tables[0]), "R26", "out= must choose the batch table.")
     again = pair.table.export("flash_attention_3", mapping, groups=(0, 1), num_reqs_padded=3)
-    check(again is first, "R25", "a steady export must return the same object.")
+    check(again is first, "R25.10", "a steady export must return the same object.")
     check(tuple(flat.entries[0].shape) == (12,), "R26", f"the flat table has shape {flat.entries[0].shape}.")
     check(tuple(shaped.entries[0].shape) == (2, 1, 4, 1), "R26", f"cuDNN's has shape {shaped.entries[0].shape}.")
     for unlike in (MISSING_IS_MINUS_1, WIDE, SCALED):
@@ -471,7 +471,7 @@ def test_placeholder(subject_once: Subject) -> None:
 def test_groups_of_one_geometry_share_their_counts(subject_once: Subject) -> None:
     """One export of three groups holds what three exports hold; where one holds fewer columns, all are cut to it.
 
-    Rules: R25, R27, R28, R29, R30.
+    Rules: R25.15, R25.16, R27, R28, R29, R30.
     """
     groups = (FULL, replace(FULL, sliding_window=5), KVCacheGroup(block_size=8, num_blocks=20, kernel_block_size=4))
     pair = make(subject_once, *groups)
@@ -482,7 +482,7 @@ def test_groups_of_one_geometry_share_their_counts(subject_once: Subject) -> Non
         together = ExportPair(pair, wanted, (2, 0, 1))
         before = subject_once.watch.launches
         together.run([0, 2, -1, 1], [11, 4, 8, 12], num_computed_tokens=[10, 3, 0, 11])
-        check(subject_once.watch.launches - before == 1, "R25", "groups of one geometry must take one call.")
+        check(subject_once.watch.launches - before == 1, "R25.16", "groups of one geometry must take one call.")
     pair.do("truncate_row", 1, [1, 3, 2])
     pair.commit()
     for wanted in (CSR, TOKEN_CSR, KV, INVERSE_MAP):
@@ -494,7 +494,7 @@ def test_groups_of_one_geometry_share_their_counts(subject_once: Subject) -> Non
 def test_metadata_of_a_step(subject: Subject) -> None:
     """A bundle holds what step and exports give; groups of one geometry share their counts, and take one call.
 
-    Rules: R25, R33.
+    Rules: R25.16, R33.
     """
     state = KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=3)
     groups = (FULL, replace(FULL, sliding_window=6), state, KVCacheGroup(block_size=8, num_blocks=40))
@@ -524,7 +524,7 @@ def test_metadata_of_a_step(subject: Subject) -> None:
         check(same and np.array_equal(host(part.slot_mapping), host(expected.slot_mappings[group])), "R33", f"{group}")
         check(part.seq_lens is lens, "R33", "on one rank the lengths are those that were given.")
     first, second = found.groups[0].export, found.groups[1].export
-    check(first is not None and first is second, "R25, R33", "two groups of one geometry must share an export.")
+    check(first is not None and first is second, "R25.16, R33", "two groups of one geometry must share an export.")
     assert first is not None
     wanted = reference.table.export(csr, idx, groups=(0, 1), seq_lens=lens, **sizes)
     for group in range(2):
@@ -589,7 +589,7 @@ def test_metadata_that_is_refused_commits_nothing(subject_once: Subject) -> None
 def test_windows_are_cut_out(subject_once: Subject) -> None:
     """With num_computed_tokens the columns that a window has left behind are NULL in every layout but states.
 
-    Rules: R11, R25.
+    Rules: R11, R25.5.
     """
     group = KVCacheGroup(block_size=4, num_blocks=20, sliding_window=6, null_is_pad=True)
     pair = three_rows(subject_once, group)
@@ -603,20 +603,20 @@ def test_windows_are_cut_out(subject_once: Subject) -> None:
 def test_the_identity(subject_once: Subject) -> None:
     """`idx_mapping=None` exports the first rows; a row behind the batch must be empty, as for a gather.
 
-    Rules: R10, R25.
+    Rules: R10.9, R10.10, R25.4.
     """
     pair = three_rows(subject_once, FULL)
     for wanted in VARIANTS:
         if wanted.kind != "state":
             ExportPair(pair, wanted).run(None, [12, 2, 8], num_reqs=3, num_reqs_padded=4)
-    with must_raise(ArgumentError, "R10", "an export whose padding rows hold blocks"):
+    with must_raise(ArgumentError, "R10.10", "an export whose padding rows hold blocks"):
         pair.table.export(LENGTHS, None, seq_lens=subject_once.device_array([4], "int32"), num_reqs_padded=2)
 
 
 def test_exports_see_the_last_commit(subject_once: Subject) -> None:
     """A pending change is not exported; a commit shows it, in the same arrays.
 
-    Rules: R9, R25.
+    Rules: R9.2, R25.4.
     """
     pair = three_rows(subject_once, FULL)
     exports = [ExportPair(pair, wanted) for wanted in (CSR, KV, INVERSE_MAP, MISSING_IS_MINUS_1)]
@@ -634,7 +634,7 @@ def test_exports_see_the_last_commit(subject_once: Subject) -> None:
 def test_sets_of_buffers_have_exports_of_their_own(subject_once: Subject) -> None:
     """`out=` of a set of buffers gives arrays of its own, the same at each call; the table's own are others.
 
-    Rules: R17, R25.
+    Rules: R17, R25.8, R25.9, R25.10.
     """
     pair = three_rows(subject_once, FULL)
     more = pair.table.create_buffers()
@@ -643,25 +643,28 @@ def test_sets_of_buffers_have_exports_of_their_own(subject_once: Subject) -> Non
     first = pair.table.export(CSR, mapping, seq_lens=lens)
     second = pair.table.export(CSR, other, seq_lens=lens, out=more)
     host = subject_once.to_host
-    check_values(host(first.entries[0])[:4], [10, 11, 12, 14], "R25", "the table's own indices")
-    check_values(host(second.entries[0])[:4], [14, 10, 0, 0], "R25", "the other set's indices")
+    check_values(host(first.entries[0])[:4], [10, 11, 12, 14], "R25.9", "the table's own indices")
+    check_values(host(second.entries[0])[:4], [14, 10, 0, 0], "R25.9", "the other set's indices")
     again = pair.table.export(CSR, mapping, seq_lens=lens, out=more)
-    check(again is second, "R25", "a steady export must return the same object.")
-    check(address(again.entries[0]) == address(second.entries[0]), "R25", "an export moved.")
+    check(again is second, "R25.10", "a steady export must return the same object.")
+    check(address(again.entries[0]) == address(second.entries[0]), "R25.8", "an export moved.")
+
+
+SPOILED = 77
 
 
 def spoil(array: Any) -> None:
     """Overwrite an array of the backend's device, as memory that was unmapped in between."""
     if hasattr(array, "fill_"):
-        array.fill_(77)
+        array.fill_(SPOILED)
     elif array is not None:
-        array[:] = 77
+        array[:] = SPOILED
 
 
 def test_invalidate_refills_exports(subject_once: Subject) -> None:
     """After sleep and wake every set is as fresh, whatever its memory holds, and the next export is right.
 
-    Rules: R24, R25.
+    Rules: R24, R25.12.
     """
     pair = three_rows(subject_once, FULL)
     exports = [ExportPair(pair, wanted) for wanted in (CSR, KV, INVERSE_MAP, MISSING_IS_MINUS_1, LENGTHS)]
@@ -672,14 +675,14 @@ def test_invalidate_refills_exports(subject_once: Subject) -> None:
     subject_once.backend.synchronize()
     pair.invalidate()
     for export in exports:
-        export.check_written([], rules="R24")
+        export.check_written([], rules="R24, R25.12")
         export.run([1, 0], [9, 9])
 
 
 def test_host_arrays_are_staged(subject_once: Subject) -> None:
     """Numpy inputs give what device arrays give, and may be reused at once.
 
-    Rules: R10, R25.
+    Rules: R10.8, R25.4.
     """
     pair = three_rows(subject_once, replace(FULL, sliding_window=6, null_is_pad=True))
     for wanted in (CSR, INVERSE_MAP, KV):
@@ -714,7 +717,7 @@ def _write_traps(pair: Pair) -> None:
 def test_nothing_behind_a_filled_count_is_exported(subject_once: Subject) -> None:
     """With traps behind every filled count no export shows one, however long the sequences claim to be.
 
-    Rules: R25, R26, R27, R28, R29, R30, R31.
+    Rules: R10.5, R25.5, R26, R27, R28, R29, R30, R31.
     """
     state = KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=3)
     pair = three_rows(subject_once, FULL, replace(FULL, sliding_window=4, null_is_pad=True), state)
@@ -733,7 +736,7 @@ GARBAGE = [INT32_MIN, INT32_MAX, -1, 0, 2**30, 5]
 def test_garbage_writes_nothing_outside(subject_once: Subject, wanted: Layout) -> None:
     """Garbage rows, lengths and computed tokens: each export is what the rules say, and the tables stay as they are.
 
-    Rules: R15, R25.
+    Rules: R15, R25.17.
     """
     group = KVCacheGroup(block_size=4, slot_mode="none", blocks_per_row=3) if wanted.kind == "state" else FULL
     window = replace(group, sliding_window=3, null_is_pad=True)
@@ -772,7 +775,7 @@ def is_allowed(wanted: Layout, spec: KVCacheGroup, shape: Geometry) -> bool:
 def test_exports_equal_the_oracle(subject_once: Subject, data: st.DataObject, config: BlockTableConfig) -> None:
     """Any layout of any group that may have it, over two batches of any rows, lengths and windows; others are refused.
 
-    Rules: R25, R26, R27, R28, R29, R30, R31.
+    Rules: R25.5, R25.6, R25.7, R25.13, R25.18, R26, R27, R28, R29, R30, R31.
     """
     pair = Pair(subject_once, config)
     rows = list(range(config.num_rows))
@@ -781,7 +784,7 @@ def test_exports_equal_the_oracle(subject_once: Subject, data: st.DataObject, co
     wanted = data.draw(st.sampled_from(VARIANTS))
     group = data.draw(st.integers(0, len(config.groups) - 1))
     if not is_allowed(wanted, config.groups[group], pair.oracle.shapes[group]):
-        with must_raise(BlockTableError, f"R25, {RULES[wanted.kind]}", f"{wanted.kind} of {config.groups[group]}"):
+        with must_raise(BlockTableError, f"R25.18, {RULES[wanted.kind]}", f"{wanted.kind} of {config.groups[group]}"):
             pair.table.create_export(wanted, group)
         return
     capacity = data.draw(st.sampled_from([None, None, 1, 7])) if wanted.kind.endswith("csr") else None
@@ -815,7 +818,7 @@ def _draw_lengths(data: st.DataObject, pair: Pair, group: int, mapping: Sequence
 def test_csr_equals_the_batch_table(subject_once: Subject, data: st.DataObject, config: BlockTableConfig) -> None:
     """Without an oracle: the CSR of full lengths is the batch table's filled part, row after row.
 
-    Rules: R10, R11, R27.
+    Rules: R10.1, R11, R27.
     """
     linear = [group for group, spec in enumerate(config.groups) if spec.slot_mode != "none"]
     if not linear:
@@ -884,7 +887,7 @@ class ExportHistory(TableHistory):
 def test_exports_in_any_history(subject_once: Subject) -> None:
     """After any operations, steps, sleeps and other exports, an export is what the oracle says.
 
-    Rules: R9, R24, R25, R26, R27, R28, R29, R30, R31.
+    Rules: R9.1, R24, R25.5, R25.6, R25.7, R25.13, R26, R27, R28, R29, R30, R31.
     """
     machine = type("ExportHistory", (ExportHistory,), {"subject": subject_once})
     profile = profiles.current()
@@ -898,7 +901,7 @@ def test_exports_in_any_history(subject_once: Subject) -> None:
 def test_long_rows(subject_once: Subject, wanted: Layout) -> None:
     """Rows of hundreds of columns, far more than a program does at once, beside short ones, and then the short alone.
 
-    Rules: R25, R26, R27, R28, R29, R30.
+    Rules: R25.13, R26, R27, R28, R29, R30.
     """
     group = KVCacheGroup(block_size=2, num_blocks=1500)
     pair = make(subject_once, group, width=700)
@@ -914,7 +917,7 @@ def test_long_rows(subject_once: Subject, wanted: Layout) -> None:
 def test_every_layout_of_the_package_can_be_exported(subject_once: Subject) -> None:
     """Each of `LAYOUTS` exports a group of the block size that it takes, and is what its kind says.
 
-    Rules: R25, R32.
+    Rules: R25.2, R32.
     """
     for name, known in LAYOUTS.items():
         if known.kind in RING_AND_REQUEST_KINDS and not subject_once.declares("export_parts"):
@@ -928,4 +931,4 @@ def test_every_layout_of_the_package_can_be_exported(subject_once: Subject) -> N
         columns = 3 if known.kind == "state" and known.state_columns != "first" else 1
         export = ExportPair(pair, replace(known, num_columns=columns))
         export.run([2, -1, 0, 1], [size + 1, 5, 2 * size, 1], query_start_loc=starts)
-        check(export.layout.name == name, "R25", f"{name} has another name.")
+        check(export.layout.name == name, "R25.2", f"{name} has another name.")

@@ -111,7 +111,10 @@ def torch(subject_once: Subject) -> Any:
 
 
 def test_replays_follow_their_inputs(subject_once: Subject, torch: Any) -> None:
-    """Captured once, replayed over growing and shrinking batches, garbage and changed rows. Rules: R21, R25."""
+    """Captured once, replayed over growing and shrinking batches, garbage and changed rows.
+
+    Rules: R21, R25.11, R25.12.
+    """
     pair = make(subject_once)
     captured = Captured(torch, pair)
     captured.replay([3, 1, 7, 0, 6], [24, 5, 23, 9, 13], [20, 4, 22, 0, 12])
@@ -135,7 +138,7 @@ def test_replays_follow_their_inputs(subject_once: Subject, torch: Any) -> None:
 
 
 def test_random_replays(subject_once: Subject, torch: Any) -> None:
-    """A hundred replays over random batches and row changes. Rules: R21, R25."""
+    """A hundred replays over random batches and row changes. Rules: R21, R25.11."""
     pair, generator = make(subject_once), np.random.default_rng(7)
     captured = Captured(torch, pair)
     for _ in range(100):
@@ -150,7 +153,7 @@ def test_random_replays(subject_once: Subject, torch: Any) -> None:
 
 
 def test_no_export_waits_allocates_or_compiles(subject_once: Subject, torch: Any) -> None:
-    """With the stream held every export returns; nothing is allocated or compiled. Rules: R21, R22, R25."""
+    """With the stream held every export returns; nothing is allocated or compiled. Rules: R21, R22, R25.10."""
     pair = make(subject_once)
     captured = Captured(torch, pair)
     stream = torch.cuda.Stream()
@@ -175,17 +178,22 @@ def test_no_export_waits_allocates_or_compiles(subject_once: Subject, torch: Any
                     out=export.out,
                     stream=stream,
                 )
-                check(hold.is_busy, "R22, R25", f"an export of {export.layout.kind} waited for the device.")
-                check(again is result, "R25", f"an export of {export.layout.kind} made new views.")
+                check(hold.is_busy, "R22, R25.10", f"an export of {export.layout.kind} waited for the device.")
+                check(again is result, "R25.10", f"an export of {export.layout.kind} made new views.")
     check(
-        backend.num_compilations == compiled, "R21, R25", "something was compiled after an export's buffers were made."
+        backend.num_compilations == compiled,
+        "R21, R25.10",
+        "something was compiled after an export's buffers were made.",
     )
-    check(torch.cuda.mem_get_info()[0] >= free, "R25", "an export allocated memory on the device.")
+    check(torch.cuda.mem_get_info()[0] >= free, "R25.10", "an export allocated memory on the device.")
     captured.check(*padded)
 
 
 def test_buffers_are_not_made_inside_a_capture(subject_once: Subject, torch: Any) -> None:
-    """The first export into a set, and create_export, raise there; the capture around them goes on. Rules: R21, R25."""
+    """The first export into a set, and create_export, raise there; the capture around them goes on.
+
+    Rules: R21, R25.11.
+    """
     pair = make(subject_once)
     idx, lens = tensor(torch, [2, 1], "int32"), tensor(torch, [9, 4], "int32")
     made = ExportPair(pair, CSR)
@@ -205,7 +213,7 @@ def test_buffers_are_not_made_inside_a_capture(subject_once: Subject, torch: Any
 
 
 def test_exports_follow_the_current_stream(subject_once: Subject, torch: Any) -> None:
-    """On a side stream of torch, after changes queued there, without any device-wide wait. Rules: R22, R25."""
+    """On a side stream of torch, after changes queued there, without any device-wide wait. Rules: R22, R25.4."""
     pair = make(subject_once)
     exports = [ExportPair(pair, wanted, groups) for wanted, groups in BY_GROUPS[:4]]
     idx, lens = tensor(torch, [0, 0], "int32"), tensor(torch, [0, 0], "int32")
@@ -225,7 +233,7 @@ def test_exports_follow_the_current_stream(subject_once: Subject, torch: Any) ->
 
 
 def test_two_sets_of_one_layout(subject_once: Subject, torch: Any) -> None:
-    """Two captures over sets of their own, in any order. Rules: R17, R21, R25."""
+    """Two captures over sets of their own, in any order. Rules: R17, R21, R25.9, R25.11."""
     pair = make(subject_once)
     first, second = Captured(torch, pair), Captured(torch, pair)
     one, other = ([3, 1, 7], [24, 5, 23], [20, 4, 22]), ([6, 2], [1, 11], [0, 9])
@@ -234,7 +242,9 @@ def test_two_sets_of_one_layout(subject_once: Subject, torch: Any) -> None:
     whole = ([*one[0], -1, -1], [*one[1], 0, 0], [*one[2], 0, 0])
     first.check(*whole)
     check(
-        address(first.exports[0].out.entries) != address(second.exports[0].out.entries), "R17, R25", "two sets are one."
+        address(first.exports[0].out.entries) != address(second.exports[0].out.entries),
+        "R17, R25.9",
+        "two sets are one.",
     )
     wanted = replace(KV, entry_scale=3)
     third = ExportPair(pair, wanted)

@@ -76,7 +76,7 @@ def make(subject: Subject) -> Pair:
 
 @pytest.mark.parametrize("by_step", [False, True])
 def test_replays_follow_their_inputs_and_leave_nothing_behind(subject: Subject, torch: Any, by_step: bool) -> None:
-    """Cases: M5. Rules: R10, R21."""
+    """Cases: M5. Rules: R10.6, R21."""
     captured = Captured(torch, make(subject), by_step=by_step)
     captured.replay([3, 1, 0, 5], [0, 1, 4, 6, 12], range(12))
     captured.replay([2], [0, 2], [8, 3])
@@ -85,7 +85,7 @@ def test_replays_follow_their_inputs_and_leave_nothing_behind(subject: Subject, 
 
 
 def test_replays_see_committed_rows(subject: Subject, torch: Any) -> None:
-    """Cases: M6. Rules: R9, R21."""
+    """Cases: M6. Rules: R9.2, R21."""
     pair = make(subject)
     captured = Captured(torch, pair)
     captured.replay([0], [0, 1], [5])
@@ -143,7 +143,7 @@ def test_a_capture_is_refused_before_the_table_has_seen_an_array(subject: Subjec
 
 
 def test_several_graphs_in_any_order_with_eager_steps_between(subject: Subject, torch: Any) -> None:
-    """Rules: R10, R21."""
+    """Rules: R10.6, R21."""
     pair = make(subject)
     first, second = Captured(torch, pair), Captured(torch, pair, by_step=True)
     first.replay([3, 1, 0, 5], [0, 1, 4, 6, 12], range(12))

@@ -58,11 +58,11 @@ def _write_traps(pair: Pair) -> None:
 def test_nothing_past_a_filled_count_is_read(subject_once: Subject, rank: int) -> None:
     """With traps behind every filled count batch tables show NULL there, and no slot lies in a trap.
 
-    Rules: R10, R11, R13.
+    Rules: R10.5, R11, R13.
     """
     pair = _trapped_pair(subject_once, rank)
     for computed in (None, [0, 9, 30]):
-        pair.gather([3, 1, 2], 4, num_computed_tokens=computed)
+        pair.gather([3, 1, 2], 4, num_computed_tokens=computed, rules="R10.5")
     positions = [*range(0, 40, 3), -1]
     starts = [0, len(positions)]
     for row in range(4):
@@ -76,7 +76,7 @@ def test_nothing_past_a_filled_count_is_read(subject_once: Subject, rank: int) -
 def test_a_batch_row_that_grew_and_shrank_over_traps(subject: Subject) -> None:
     """Steps over trapped rows in changing order: what a batch row held before is NULL after.
 
-    Rules: R5, R10.
+    Rules: R5, R10.1, R10.2, R10.3.
     """
     pair = _trapped_pair(subject, 0)
     for idx_mapping in ([3, 2, 1, 0], [0, 1, 2, 3], [-1, 3], [2]):
@@ -140,7 +140,7 @@ def _compute_guarded(pair: Pair, idx_mapping: list[int], starts: list[int], posi
 def test_garbage_starts_in_a_step_harm_nothing_else(subject: Subject, starts: list[int]) -> None:
     """A step over garbage still commits and gathers right, and the next step is right in everything.
 
-    Rules: R9, R10, R15.
+    Rules: R9.1, R10.1, R10.2, R15.
     """
     pair = make(subject, *GROUPS[:3], rows=[([5, 6], [2, 3], [7, 9])] * 4)
     inputs = (([3, 1, -9, 0], "int32"), (starts, "int32"), (GARBAGE_POSITIONS, "int64"))
@@ -149,15 +149,18 @@ def test_garbage_starts_in_a_step_harm_nothing_else(subject: Subject, starts: li
     pair.check_device()
     for group, expected in enumerate(pair.oracle.gather([3, 1, -9, 0])):
         filled = [len(pair.oracle.columns(group, row)) if row >= 0 else 0 for row in (3, 1, -9, 0)]
-        table = subject.to_host(step.block_tables[group])
-        check_table(table, expected, filled, rules="R10, R15", what="the batch table", group=group)
+        table, rules = (
+            subject.to_host(step.block_tables[group]),
+            ["R10.1, R15", "R10.1, R15", "R10.2, R15", "R10.1, R15"],
+        )
+        check_table(table, expected, filled, rules=rules, what="the batch table", group=group)
     pair.step([1], [0, 3], [0, 4, 9])
 
 
 def test_inputs_inside_larger_arrays(subject: Subject) -> None:
     """Inputs that are views into arrays of other, plausible values: nothing before or behind the views is read.
 
-    Rules: R10, R15, R21.
+    Rules: R10.8, R15, R21.
     """
     pair = make(subject, *GROUPS[:2], rows=[([5, 6], [2, 3]), ([7], [4]), ([8], [9]), ([10], [11])])
     step = pair.table.step(
@@ -170,7 +173,9 @@ def test_inputs_inside_larger_arrays(subject: Subject) -> None:
     pair.check_written(mapping, starts, positions)
     for group, table in enumerate(pair.oracle.gather(mapping)):
         check(
-            subject.to_host(step.block_tables[group]).tolist() == table[:2], "R10", "the batch table read past a view."
+            subject.to_host(step.block_tables[group]).tolist() == table[:2],
+            "R10.8",
+            "the batch table read past a view.",
         )
 
 
@@ -178,7 +183,7 @@ def test_inputs_inside_larger_arrays(subject: Subject) -> None:
 def test_garbage_rows_and_positions(subject: Subject, idx_mapping: list[int]) -> None:
     """Garbage in idx_mapping and positions is no reason for an unspecified result: dummies and PAD, exactly.
 
-    Rules: R10, R12, R13.
+    Rules: R10.2, R12, R13.
     """
     pair = make(subject, *GROUPS, rows=[([5, 6], [2, 3], [7, 9], [4], [8], [1, 3])] * 4)
     pair.step(idx_mapping, [0, 2, 4, 6, 8], GARBAGE_POSITIONS, num_computed_tokens=[INT32_MAX, INT32_MIN, -1, 5])
@@ -202,7 +207,7 @@ def test_positions_at_the_ends_of_64_bits(subject_once: Subject, world_size: int
 def test_the_first_and_last_entries_of_everything(subject: Subject) -> None:
     """Full rows, the full batch and the full buffer: the last row's last column, the last token's slot.
 
-    Rules: R10, R12, R15.
+    Rules: R10.1, R12, R15.
     """
     pair = make(subject, *GROUPS, width=6, context_parallel=shard(2, 1, 2))
     for row in range(4):

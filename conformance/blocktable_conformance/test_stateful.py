@@ -251,7 +251,7 @@ class TableHistory(RuleBasedStateMachine):
 def test_any_history_keeps_table_and_oracle_equal(subject: Subject) -> None:
     """After any operations and steps, host, device and every set of buffers are what the oracle says.
 
-    Rules: R1, R2, R3, R4, R5, R6, R7, R8, R9, R10, R11, R12, R13, R14, R15, R17, R18, R24.
+    Rules: R1, R2, R3, R4, R5, R6, R7, R8, R9.1, R10, R11, R12, R13, R14, R15, R17, R18, R24.
     """
     machine = type("TableHistory", (TableHistory,), {"subject": subject})
     profile = profiles.current()

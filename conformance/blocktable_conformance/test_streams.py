@@ -39,7 +39,7 @@ def warm_pair(subject: Subject, config: BlockTableConfig) -> Pair:
 
 
 def test_no_call_waits_for_the_device(subject: Subject, torch: Any) -> None:
-    """Every call returns while the stream is held, and the results are right after it. Rules: R9, R21, R22."""
+    """Every call returns while the stream is held, and the results are right after it. Rules: R9.3, R21, R22."""
     pair = warm_pair(subject, two_groups())
     stream = torch.cuda.Stream()
     idx, starts, positions = inputs(torch, [2, 0], [0, 2, 3], [0, 5, 3])
@@ -56,33 +56,33 @@ def test_no_call_waits_for_the_device(subject: Subject, torch: Any) -> None:
         for name, call in calls.items():
             pair.do("append_row", 0, ([9], [4]))
             call()
-            check(hold.is_busy, "R9, R22", f"{name}() waited for the device.")
+            check(hold.is_busy, "R9.3, R22", f"{name}() waited for the device.")
     pair.step([2, 0], [0, 2, 3], [0, 5, 3], num_reqs_padded=3)
 
 
 def test_commits_wait_only_beyond_steps_in_flight(subject: Subject, torch: Any) -> None:
-    """The first `steps_in_flight` unfinished commits do not wait, the next one may; none is lost. Rules: R9."""
+    """The first `steps_in_flight` unfinished commits do not wait, the next one may; none is lost. Rules: R9.1, R9.3."""
     pair = warm_pair(subject, two_groups(steps_in_flight=2))
     stream = torch.cuda.Stream()
     with held(torch, stream) as hold:
         for block_id in (1, 2):
             pair.do("append_row", 0, ([block_id], []))
             pair.table.commit(stream=stream)
-            check(hold.is_busy, "R9", f"commit {block_id} of 2 in flight waited.")
+            check(hold.is_busy, "R9.3", f"commit {block_id} of 2 in flight waited.")
         timer = hold.release_after(0.5)
         start = time.monotonic()
         for block_id in (3, 4, 5):
             pair.do("append_row", 0, ([block_id], []))
             pair.table.commit(stream=stream)
         timer.join()
-        check(time.monotonic() - start < 5, "R9", "commits beyond steps_in_flight never came back.")
+        check(time.monotonic() - start < 5, "R9.3", "commits beyond steps_in_flight never came back.")
     pair.commit()
 
 
 @pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("with_dummy", [False, True])
 def test_a_queued_commit_never_sees_later_changes(subject: Subject, torch: Any, steps: int, with_dummy: bool) -> None:
-    """Cases: M1, M2. Rules: R9."""
+    """Cases: M1, M2. Rules: R9.2."""
     pair = warm_pair(subject, two_groups())
     stream = torch.cuda.Stream()
     rows = as_tensor(torch, pair.table.device_table(0))
@@ -97,11 +97,11 @@ def test_a_queued_commit_never_sees_later_changes(subject: Subject, torch: Any, 
                 pair.table.step(*dummy, stream=stream)
             seen.append(rows[0].clone())
     got = [row[0].item() for row in seen]
-    check(got == [5 + step for step in range(steps)], "R9", f"clones after each commit read {got}.")
+    check(got == [5 + step for step in range(steps)], "R9.2", f"clones after each commit read {got}.")
 
 
 def test_many_queued_commits_keep_their_order(subject: Subject, torch: Any) -> None:
-    """Random changes committed to a slow stream: each commit shows the host as it was then. Rules: R9."""
+    """Random changes committed to a slow stream: each commit shows the host as it was then. Rules: R9.1, R9.2."""
     pair = warm_pair(subject, two_groups(steps_in_flight=2))
     stream = torch.cuda.Stream()
     rng = np.random.default_rng(0)
@@ -117,7 +117,9 @@ def test_many_queued_commits_keep_their_order(subject: Subject, torch: Any) -> N
     torch.cuda.synchronize()
     for step, (got, wanted) in enumerate(zip(seen, expected, strict=True)):
         check(
-            np.array_equal(got.cpu().numpy(), wanted), "R9", f"the table after commit {step} differs from the host's."
+            np.array_equal(got.cpu().numpy(), wanted),
+            "R9.1, R9.2",
+            f"the table after commit {step} differs from the host's.",
         )
     pair.table.verify()
 
@@ -249,7 +251,7 @@ def test_foreign_arrays_come_in_at_any_offset(subject: Subject, torch: Any, offs
 
 
 def test_host_arrays_may_be_reused_at_once(subject: Subject, torch: Any) -> None:
-    """Rules: R10, R15."""
+    """Rules: R10.8, R15."""
     pair = warm_pair(subject, two_groups())
     pair.do("set_row", 1, ([7, 8], [3]))
     pair.step([1], [0, 2], [3, 4])
@@ -260,13 +262,13 @@ def test_host_arrays_may_be_reused_at_once(subject: Subject, torch: Any) -> None
         step = pair.table.step(*host, num_reqs_padded=2, num_tokens_padded=4, stream=stream)
         for array in host:
             array[:] = 99
-        check(hold.is_busy, "R10", "a step over host arrays waited for the device.")
+        check(hold.is_busy, "R10.8", "a step over host arrays waited for the device.")
     got = subject.to_host(step.slot_mappings[0]).tolist()
-    check(got == [29, 32, 34, -1], "R10, R15", f"slots over host arrays that were reused are {got}.")
+    check(got == [29, 32, 34, -1], "R10.8, R15", f"slots over host arrays that were reused are {got}.")
 
 
 def test_a_steady_step_allocates_nothing(subject: Subject, torch: Any) -> None:
-    """Rules: R9, R17, R21."""
+    """Rules: R9.4, R17, R21."""
     pair = warm_pair(subject, two_groups(steps_in_flight=2))
     arrays = inputs(torch, [0, 1], [0, 1, 2], [3, 5])
 
@@ -286,8 +288,8 @@ def test_a_steady_step_allocates_nothing(subject: Subject, torch: Any) -> None:
         before = memory()
         last = step(50)
         found.append((before, memory()))
-    check(all(before[0] == after[0] for before, after in found), "R9, R21", f"steady steps allocated: {found}.")
-    check(any(before == after for before, after in found), "R9, R21", f"(allocations, free bytes) changed: {found}.")
+    check(all(before[0] == after[0] for before, after in found), "R9.4, R21", f"steady steps allocated: {found}.")
+    check(any(before == after for before, after in found), "R9.4, R21", f"(allocations, free bytes) changed: {found}.")
     check(first is last, "R17", "a steady step must return the same Step.")
 
 

@@ -276,9 +276,10 @@ def compare_block_table(expected: ExpectedStep, group: int, got: IntArray) -> tu
     """
     wanted, filler = expected.block_tables[group], expected.fillers[group]
     num_reqs, columns = wanted.shape
-    for axis, (size, name) in enumerate(zip(expected.table_shapes[group], ("rows", "columns"), strict=True)):
+    for axis, (name, rule) in enumerate((("rows", "R10.4"), ("columns", "R3"))):
+        size = expected.table_shapes[group][axis]
         if got.ndim != 2 or got.shape[axis] != size:
-            return 1, [_sentence(f"group {group}, batch table: number of {name}", "R3, R10", size, got.shape[axis])]
+            return 1, [_sentence(f"group {group}, batch table: number of {name}", rule, size, got.shape[axis])]
     is_right = (
         np.array_equal(got[:num_reqs, :columns], wanted)
         and (got[:num_reqs, columns:] == filler).all()
@@ -290,16 +291,18 @@ def compare_block_table(expected: ExpectedStep, group: int, got: IntArray) -> tu
     whole[:num_reqs, :columns] = wanted
     wrong = np.argwhere(got != whole)
     return len(wrong), [
-        _sentence(_name_entry(expected, group, row, column), "R10, R11", whole[row, column], got[row, column])
+        _sentence(*_name_entry(expected, group, row, column), whole[row, column], got[row, column])
         for row, column in wrong[:MAX_NAMED].tolist()
     ]
 
 
-def _name_entry(expected: ExpectedStep, group: int, index: int, column: int) -> str:
+def _name_entry(expected: ExpectedStep, group: int, index: int, column: int) -> tuple[str, str]:
+    """Return where an entry of a batch table is, and the rules that it breaks when it is wrong."""
     if index >= expected.rows.size:
-        return f"group {group}, batch row {index} (padding), column {column}"
+        return f"group {group}, batch row {index} (padding), column {column}", "R10.3"
     request, row = expected.requests[index], expected.rows[index]
-    return f"group {group}, request {request} (batch index {index}, row {row}), column {column}"
+    rule = "R10.2" if request < 0 else "R10.1, R11"
+    return f"group {group}, request {request} (batch index {index}, row {row}), column {column}", rule
 
 
 def _sentence(where: str, rule: str, expected: int, got: int) -> str:

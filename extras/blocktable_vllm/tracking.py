@@ -532,7 +532,7 @@ class TrackedState(State):
         return lower[is_some], sizes[is_some]
 
     def _parts(self, offsets: IntArray, lengths: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-        """Cut ranges into parts that a store stages without a wait (R9)."""
+        """Cut ranges into parts that a store stages without a wait (R9.3)."""
         cost = lengths + RANGE_ENTRIES
         most = self._most_staged // 2 - RANGE_ENTRIES  # of one piece: a part may go beyond it by another piece
         if CHANGES_HEADER + cost.sum() <= self._most_staged:

@@ -10,11 +10,12 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from serving import NUM_HEADS, NUM_KV_HEADS, Inputs, Layer, attend_densely
+from serving import NUM_HEADS, Inputs, Layer
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import blocktable as bt
@@ -38,7 +39,22 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 
 def nothing() -> None:
-    """Do nothing behind a replay."""
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a consumer does in a step.
+
+    Attributes:
+        launch: over arrays that stay where they are, for a graph to capture.
+        plan: on the host, before the step's changes are committed and before anything of it is launched.
+        after: what follows each replay.
+    """
+
+    launch: Callable[[], None]
+    plan: Callable[[], None] = nothing
+    after: Callable[[], None] = nothing
 
 
 class Consumer(Protocol):
@@ -55,10 +71,8 @@ class Consumer(Protocol):
     dtypes: tuple[str, ...]
     needs_finite: bool | None
 
-    def bind(
-        self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Return a step's launches over these arrays, for a graph to capture, and what follows each replay."""
+    def bind(self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs) -> Calls:
+        """Return what a step over these arrays calls."""
 
 
 class Step:
@@ -105,10 +119,12 @@ class Step:
 def write_with_torch(
     keys: torch.Tensor, values: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: Any, *_: Any
 ) -> None:
-    """Write through slots, skipping PAD: a stand-in where vLLM's kernel is not, which waits for the device."""
-    is_real = slots >= 0
+    """Write through slots, skipping PAD, where vLLM's kernel is not; a graph can capture it."""
+    is_real, places = (slots >= 0)[:, None, None], slots.clamp(min=0)
     for cache, new in ((key_cache, keys), (value_cache, values)):
-        cache.flatten(0, 1)[slots[is_real]] = new[is_real]
+        flat = cache.flatten(0, 1)
+        # Slot 0 is the NULL block's, so that no token has it: for PAD it gets what it holds.
+        flat.index_copy_(0, places, torch.where(is_real, new, flat[places]))
 
 
 # vLLM's Triton kernels.
@@ -148,9 +164,7 @@ class VllmTriton:
             ).triton_reshape_and_cache_flash
             self._attend: Any = importlib.import_module(f"{ops}.triton_unified_attention").unified_attention
 
-    def bind(
-        self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def bind(self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs) -> Calls:
         step = Step(table, layers, inputs, self.write)
         tables = step.tables("triton_unified")
         split = self._split(inputs) if step.max_query_len == 1 else {}
@@ -179,7 +193,7 @@ class VllmTriton:
                     **split,
                 )
 
-        return launch, nothing
+        return Calls(launch)
 
     def _split(self, inputs: Inputs) -> dict[str, Any]:
         """Return the arguments that let decode split each request over several programs."""
@@ -214,9 +228,7 @@ class Flex:
             self._attend, how = compiled_flex_attention()
         self.name = f"FlexAttention ({how})"
 
-    def bind(
-        self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def bind(self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs) -> Calls:
         step = Step(table, layers, inputs, self._write)
         exports = [table.create_export("flex_attention", group) for group in range(len(layers))]
         batch_tokens = torch.arange(inputs.num_tokens, dtype=torch.int32, device=DEVICE)
@@ -239,7 +251,7 @@ class Flex:
                 )
                 inputs.outputs[group].copy_(output[0].transpose(0, 1))
 
-        return launch, nothing
+        return Calls(launch)
 
 
 def paged_mask(layer: Layer, inverse_map: torch.Tensor, inputs: Inputs, requests: torch.Tensor) -> BlockMask:
@@ -284,102 +296,7 @@ def compiled_flex_attention() -> tuple[Callable[..., Any], str]:
     return compiled, "compiled"
 
 
-# FlashInfer's page table.
-
-
-class PlainCsr:
-    """FlashInfer's published page table, read in plain Python, its attention dense.
-
-    Request i has the pages `indices[indptr[i] : indptr[i + 1]]`; its last one holds `last_page_len[i]` tokens, 1 to
-    page_size, the others page_size each (docs.flashinfer.ai, tutorials/kv_layout; `flashinfer.page.get_seq_lens`).
-    """
-
-    name = "FlashInfer's page table in plain Python"
-    dtypes: tuple[str, ...] = ALL_DTYPES
-    needs_finite: bool | None = False
-
-    def __init__(self, write: Write) -> None:
-        self._write = write
-
-    def bind(
-        self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        step = Step(table, layers, inputs, self._write)
-        exports = [table.create_export("flashinfer", group) for group in range(len(layers))]
-
-        def launch() -> None:
-            step.read()
-            for group in range(len(layers)):
-                step.export("flashinfer", group, exports[group])
-
-        def attend() -> None:
-            for group, layer in enumerate(layers):
-                self._attend(layer, exports[group], inputs, inputs.outputs[group])
-
-        return launch, attend
-
-    def _attend(self, layer: Layer, out: bt.ExportBuffers, inputs: Inputs, output: torch.Tensor) -> None:
-        page_size = layer.group.tokens_per_column
-        indptr, last_page_lens = as_tensor(out.indptr).tolist(), as_tensor(out.last_page_lens).tolist()
-        indices, starts = as_tensor(out.entries)[0].tolist(), inputs.query_start_loc.tolist()
-        for request in range(inputs.num_reqs):
-            pages = indices[indptr[request] : indptr[request + 1]]
-            seq_len = max(len(pages) - 1, 0) * page_size + last_page_lens[request]
-            assert seq_len == int(inputs.seq_lens[request]), f"request {request} has {seq_len} tokens"
-            tokens = slice(starts[request], starts[request + 1])
-            if tokens.start < tokens.stop:
-                keys, values = (cache[pages].flatten(0, 1)[:seq_len] for cache in (layer.keys, layer.values))
-                dense = attend_densely(inputs.queries[tokens], keys, values, layer.group.sliding_window)
-                output[tokens] = dense.to(output.dtype)
-
-
 # What runs where it is installed.
-
-
-class FlashInfer:
-    """FlashInfer's paged prefill kernels, planned anew for each step as its wrapper wants it: never captured."""
-
-    dtypes: tuple[str, ...] = SHORT_DTYPES
-    needs_finite: bool | None = None
-
-    def __init__(self, write: Write) -> None:
-        self._write = write
-        self._flashinfer: Any = importlib.import_module("flashinfer")
-        self.name = f"FlashInfer {self._flashinfer.__version__}"
-
-    def bind(
-        self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        step = Step(table, layers, inputs, self._write)
-        exports = [table.create_export("flashinfer", group) for group in range(len(layers))]
-        workspace = torch.zeros(128 * 2**20, dtype=torch.uint8, device=DEVICE)
-        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-
-        def launch() -> None:
-            step.read()
-            for group in range(len(layers)):
-                step.export("flashinfer", group, exports[group])
-
-        def attend() -> None:
-            num_reqs = int((inputs.idx_mapping >= 0).sum())
-            num_tokens = int(inputs.query_start_loc[num_reqs])
-            for group, layer in enumerate(layers):
-                out, window = exports[group], layer.group.sliding_window
-                wrapper.plan(
-                    inputs.query_start_loc[: num_reqs + 1],
-                    as_tensor(out.indptr)[: num_reqs + 1],
-                    as_tensor(out.entries)[0],
-                    as_tensor(out.last_page_lens)[:num_reqs],
-                    *(NUM_HEADS, NUM_KV_HEADS, inputs.queries.shape[-1], layer.group.tokens_per_column),
-                    causal=True,
-                    # Never -1: kernels with and without a window would both have to be compiled.
-                    window_left=table.config.max_model_len if window is None else window - 1,
-                    q_data_type=inputs.queries.dtype,
-                )
-                output = wrapper.run(inputs.queries[:num_tokens], (layer.keys, layer.values))
-                inputs.outputs[group, :num_tokens] = output
-
-        return launch, attend
 
 
 class PagedFlashAttention:
@@ -395,9 +312,7 @@ class PagedFlashAttention:
         self._write = write
         self._attend = attend
 
-    def bind(
-        self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def bind(self, table: bt.BlockTable, layers: list[Layer], inputs: Inputs) -> Calls:
         step = Step(table, layers, inputs, self._write)
         tables = step.tables(self._layout)
 
@@ -408,7 +323,7 @@ class PagedFlashAttention:
                 sizes = step.max_query_len, table.config.max_model_len, -1 if window is None else window - 1
                 inputs.outputs[group].copy_(self._attend(inputs, layer, tables[group], *sizes))
 
-        return launch, nothing
+        return Calls(launch)
 
 
 def vllm_flash_attention(folder: Path) -> Callable[..., torch.Tensor]:
@@ -499,13 +414,9 @@ def torch_varlen_attention() -> Callable[..., torch.Tensor]:
 def optional_consumers(folders: list[Path], write: Write) -> tuple[list[Consumer], list[str]]:
     """Return the consumers that can run here besides, and a sentence on each that cannot."""
     if not ON_GPU:
-        return [], ["FlashInfer, FlashAttention 3 and varlen_attn are absent: there is no GPU."]
+        return [], ["FlashAttention 3 and varlen_attn are absent: there is no GPU."]
     found: list[Consumer] = []
     absent: list[str] = []
-    if importlib.util.find_spec("flashinfer") is None:
-        absent.append("FlashInfer is absent: it is not installed.")
-    else:
-        found.append(FlashInfer(write))
     is_hopper = torch.cuda.get_device_capability()[0] == 9
     packed = [folder for folder in folders if (folder / "fa3.zip").exists()]
     if not is_hopper:

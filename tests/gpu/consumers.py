@@ -4,10 +4,11 @@
     python tests/gpu/consumers.py triton cupy numba --peers .peers
 
 vLLM's Triton kernels (slots and the 2-D table), torch's FlexAttention (the inverse map), FlashInfer's page table (CSR),
-and FlashInfer, FlashAttention 3 and varlen_attn where they are here. Each runs over changing batches with padded rows
-and tokens, PAD slots and NULL blocks, captured once as a CUDA graph and replayed (eagerly where there is no GPU): real
-tokens must equal dense attention within the dtype's error, and the cache must be bit for bit what it was outside the
-slots of real tokens.
+and FlashInfer (prefill, decode, append), FlashAttention 3 and varlen_attn where they are here. Each runs over changing
+batches with padded rows and tokens, PAD slots and NULL blocks, captured once as a CUDA graph and replayed (eagerly
+where there is no GPU): real tokens must equal dense attention within the dtype's error, and the cache must be bit for
+bit what it was outside the slots of real tokens. Then come the recipes of docs/exports.md, and on a GPU the question
+whether a step's calls make the host wait.
 
 What each kernel needs of memory that no token was written to is part of the check: one that takes anything there runs
 with NaN in the NULL block and in every unwritten slot; of one that needs it finite it is shown that NaN comes through.
@@ -19,17 +20,30 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else Triton rounds the factors of float32 products to ten bits
 
+import recipes
 import torch
-from attention_kernels import ALL_DTYPES, DEVICE, ON_GPU, Consumer, Flex, PlainCsr, VllmTriton, optional_consumers
-from serving import NAN, Engine, Inputs, Scheduled, Sizes, table_config
+from attention_kernels import (
+    ALL_DTYPES,
+    DEVICE,
+    ON_GPU,
+    Calls,
+    Consumer,
+    Flex,
+    VllmTriton,
+    optional_consumers,
+    write_with_torch,
+)
+from csr_kernels import Pages, flashinfer_consumers, plain_consumers
+from serving import ERRORS, NAN, Engine, Inputs, Scheduled, Sizes, table_config
 
 import blocktable as bt
 
@@ -42,36 +56,37 @@ INTERPRETED_SIZES = {
     "decode": Sizes(num_reqs=3, num_tokens=3, num_blocks=32, head_size=16, num_steps=3),
 }
 SIZES = GPU_SIZES if ON_GPU else INTERPRETED_SIZES
-
-ERRORS = {"float16": 2, "bfloat16": 2, "float32": 32}
-"""Dtype -> how far an output may be from the dense one, in its epsilons times the largest value of the request.
-
-In the short ones the weights and the output are rounded once each, by half an epsilon at most. In float32 scores are
-sums over a head's dimensions, and as many roundings go into a weight.
-"""
+BUSY_CYCLES = 2 * 10**8  # a tenth of a second
 
 
 class Launches:
-    """One step's launches: a graph that was captured once, or where there is no GPU the calls themselves."""
+    """One step's calls, its launches a graph that was captured once, or where there is no GPU the calls themselves."""
 
-    def __init__(self, launch: Callable[[], None], after: Callable[[], None]) -> None:
-        self._launch = launch
-        self._after = after
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
         self._graph: Any = None
-        launch()  # compiles; over no requests
+        self.plan()
+        calls.launch()  # compiles; over no requests
         if ON_GPU:
             torch.cuda.synchronize()
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
-                launch()
+                calls.launch()
 
-    def run(self) -> None:
-        """Run them over what the inputs hold now."""
+    def plan(self) -> None:
+        """Do what comes before the step's commit."""
+        self._calls.plan()
+
+    def launch(self) -> None:
+        """Launch over what the inputs hold now."""
         if self._graph is None:
-            self._launch()
+            self._calls.launch()
         else:
             self._graph.replay()
-        self._after()
+
+    def after(self) -> None:
+        """Do what follows the launches."""
+        self._calls.after()
 
 
 @dataclass
@@ -115,7 +130,7 @@ def run(consumer: Consumer, backend: str, dtype: str, *, unwritten: float, null_
     kinds = {}
     for kind, kind_sizes in SIZES.items():
         inputs = Inputs.empty(kind_sizes, kind_of_number, len(engine.layers), DEVICE)
-        kinds[kind] = inputs, Launches(*consumer.bind(table, engine.layers, inputs))
+        kinds[kind] = inputs, Launches(consumer.bind(table, engine.layers, inputs))
     report = Report()
     order = ["mixed"] * SIZES["mixed"].num_steps
     for place in range(SIZES["decode"].num_steps):
@@ -125,8 +140,10 @@ def run(consumer: Consumer, backend: str, dtype: str, *, unwritten: float, null_
         batch = engine.schedule(inputs)
         inputs.set(batch)
         engine.take(batch, inputs)
+        launches.plan()
         table.commit()
-        launches.run()
+        launches.launch()
+        launches.after()
         check(engine, batch, inputs, dtype, report)
         engine.advance(batch)
     return report
@@ -163,6 +180,8 @@ def judge(consumer: Consumer, backend: str, dtype: str) -> list[str]:
     try:
         with torch.cuda.stream(torch.cuda.Stream() if ON_GPU else None):  # its own: a failed capture may spoil one
             return _judge(consumer, backend, dtype, label)
+    except bt.UnsupportedError as error:
+        return [f"ABSENT {label}: {error}"]
     except Exception as error:  # a kernel that cannot be launched must not hide what the others do
         return [f"FAIL {label}: {type(error).__name__}: {' '.join(str(error).split())[:600]}"]
 
@@ -195,6 +214,90 @@ def _judge(consumer: Consumer, backend: str, dtype: str, label: str) -> list[str
     return lines
 
 
+def judge_waits(consumer: Consumer, backend: str) -> list[str]:
+    """Return a line for each kind of step: does any call of ours return only when the device is through?
+
+    The device is kept busy in front of each step, for much longer than the host needs. What the consumer does on its
+    own is noted too.
+    """
+    lines = []
+    for kind, sizes in SIZES.items():
+        label = f"{backend} {kind}: {consumer.name}"
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                lines += _judge_waits(consumer, backend, sizes, label)
+        except Exception as error:
+            lines.append(f"FAIL {label}: {type(error).__name__}: {' '.join(str(error).split())[:600]}")
+    return lines
+
+
+def _judge_waits(consumer: Consumer, backend: str, sizes: Sizes, label: str) -> list[str]:
+    table = bt.BlockTable(table_config(SIZES["mixed"]), backend, DEVICE)
+    table.warmup()
+    engine = Engine(table, SIZES["mixed"], torch.float16, DEVICE, seed=1)
+    inputs = Inputs.empty(sizes, torch.float16, len(engine.layers), DEVICE)
+    launches = Launches(consumer.bind(table, engine.layers, inputs))
+    pages = Pages(table, engine.layers, inputs, write_with_torch, None)
+    calls: dict[str, Callable[[], object]] = {
+        "export_host()": lambda: [pages.planned(group) for group in range(len(engine.layers))],
+        "its plan": launches.plan,
+        "commit()": table.commit,
+        "the replay": launches.launch,
+        "what follows": launches.after,
+    }
+    seconds, who_waited = dict.fromkeys(calls, 0.0), set[str]()
+    for step in range(6):
+        batch = engine.schedule(inputs)
+        inputs.set(batch)
+        engine.take(batch, inputs)
+        torch.cuda.synchronize()
+        is_measured, is_over = step >= 2, torch.cuda.Event()  # the first two compile
+        if is_measured:
+            torch.cuda._sleep(BUSY_CYCLES)
+        is_over.record()
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if is_measured:
+                seconds[name] = max(seconds[name], time.perf_counter() - start)
+                if is_over.query():
+                    who_waited.add(name)
+                    is_measured = False  # what comes later could wait for nothing
+        torch.cuda.synchronize()
+        engine.advance(batch)
+    ours = ("export_host()", "commit()", "the replay")
+    shown = ", ".join(f"{name} {seconds[name] * 1e3:.2f} ms" for name in calls)
+    verdict = "FAIL" if who_waited.intersection(ours) else "NOTE" if who_waited else "PASS"
+    how = f"{' and '.join(sorted(who_waited)) or 'nothing'} waited"
+    return [f"{verdict} {label}: {how} while the device was busy ({shown})"]
+
+
+def runs(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    """Yield a name and what returns its lines, for everything there is; what may break the process comes last."""
+    folders = sorted(arguments.peers.glob("consumers-*"))
+    if not folders:
+        sentence = f"FAIL no vLLM under {arguments.peers}: python -m blocktable_benchmarks.peers.consumers"
+        yield "vLLM", partial(list, (sentence,))
+    # Each dtype is half a minute of compilation: the older versions take one.
+    kernels = [VllmTriton(folder, ALL_DTYPES if folder == folders[-1] else ALL_DTYPES[:1]) for folder in folders]
+    write = kernels[-1].write if kernels else write_with_torch
+    flex = Flex(write, is_compiled=ON_GPU and not arguments.eager_flex)
+    required: list[Consumer] = [*kernels, flex, *plain_consumers(write)]
+    others, absent = optional_consumers(folders, write)
+    flashinfer, why = flashinfer_consumers(write)
+    for consumers in (required, others, flashinfer):
+        for backend, dtype, consumer in product(arguments.backends, arguments.dtypes, consumers):
+            if dtype in consumer.dtypes:
+                yield consumer.name, partial(judge, consumer, backend, dtype)
+    waiting = [*kernels[-1:], *flashinfer] if ON_GPU else []
+    for backend, consumer in product(arguments.backends, waiting):
+        yield f"waits: {consumer.name}", partial(judge_waits, consumer, backend)
+    for backend, kernel in product(arguments.backends, recipes.kernels(has_flashinfer=bool(flashinfer))):
+        yield f"recipes: {kernel}", partial(recipes.judge, kernel, backend)
+    for sentence in (*absent, *why):
+        yield sentence, partial(list, (f"ABSENT {sentence}",))
+
+
 def main() -> int:
     """Run every consumer that is here over every backend, and return 1 where one fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -204,28 +307,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run those whose name has this in it")
     parser.add_argument("--eager-flex", action="store_true", help="do not compile FlexAttention")
     arguments = parser.parse_args()
-    folders = sorted(arguments.peers.glob("consumers-*"))
-    if not folders:
-        sys.stdout.write(f"FAIL no vLLM under {arguments.peers}: python -m blocktable_benchmarks.peers.consumers\n")
-        return 1
-    # Each dtype is half a minute of compilation: the older versions take one.
-    kernels = [VllmTriton(folder, ALL_DTYPES if folder == folders[-1] else ALL_DTYPES[:1]) for folder in folders]
-    write = kernels[-1].write
-    others, absent = optional_consumers(folders, write)
-    flex = Flex(write, is_compiled=ON_GPU and not arguments.eager_flex)
-    required: list[Consumer] = [*kernels, flex, PlainCsr(write)]
-    num_failed, num_run = 0, 0
-    for consumers in (required, others):
-        for backend, dtype, consumer in product(arguments.backends, arguments.dtypes, consumers):
-            if dtype in consumer.dtypes and arguments.only in consumer.name:
-                lines = judge(consumer, backend, dtype)
-                sys.stdout.write("\n".join(lines) + "\n")
-                sys.stdout.flush()
-                num_failed += sum(line.startswith("FAIL") for line in lines)
-                num_run += 1
-    sys.stdout.write("".join(f"ABSENT {sentence}\n" for sentence in absent))
-    is_passed = num_run > 0 and num_failed == 0
-    sys.stdout.write(f"{'PASS' if is_passed else 'FAIL'}: {num_run} consumers and dtypes, {num_failed} failed\n")
+    num = {"PASS": 0, "FAIL": 0, "ABSENT": 0}
+    for name, call in runs(arguments):
+        if arguments.only in name:
+            for line in call():
+                sys.stdout.write(f"{line}\n")
+                verdict = line.partition(" ")[0]
+                num[verdict] = num.get(verdict, 0) + 1
+            sys.stdout.flush()
+    is_passed = num["PASS"] > 0 and num["FAIL"] == 0
+    shown = f"{num['PASS']} passed, {num['FAIL']} failed, {num['ABSENT']} absent"
+    sys.stdout.write(f"{'PASS' if is_passed else 'FAIL'}: {shown}\n")
     return 0 if is_passed else 1
 
 

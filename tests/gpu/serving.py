@@ -16,6 +16,12 @@ import blocktable as bt
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 INFINITY, NAN = float("inf"), float("nan")
+ERRORS = {"float16": 2, "bfloat16": 2, "float32": 32}
+"""Dtype -> how far an output may be from the dense one, in its epsilons times the largest value of the request.
+
+In the short ones the weights and the output are rounded once each, by half an epsilon at most. In float32 scores are
+sums over a head's dimensions, and as many roundings go into a weight.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class Inputs:
         queries: [num_tokens, NUM_HEADS, head_size].
         keys, values: [num_tokens, NUM_KV_HEADS, head_size]. Infinite behind the real tokens, as no cache ever is.
         outputs: [num_groups, num_tokens, NUM_HEADS, head_size], written.
+        host: name -> what `set` last put into the array of that name, which the host so knows without a wait.
     """
 
     idx_mapping: torch.Tensor
@@ -108,22 +115,26 @@ class Inputs:
     keys: torch.Tensor
     values: torch.Tensor
     outputs: torch.Tensor
+    host: dict[str, np.ndarray]
 
     @classmethod
     def empty(cls, sizes: Sizes, dtype: torch.dtype, num_groups: int, device: str) -> Inputs:
         """Return the inputs of a batch of no requests."""
-        counts = {"dtype": torch.int32, "device": device}
+        host: dict[str, np.ndarray] = {
+            "idx_mapping": np.full(sizes.num_reqs, -1, np.int32),
+            "query_start_loc": np.zeros(sizes.num_reqs + 1, np.int32),
+            "positions": np.zeros(sizes.num_tokens, np.int64),
+            "num_computed_tokens": np.zeros(sizes.num_reqs, np.int32),
+            "seq_lens": np.zeros(sizes.num_reqs, np.int32),
+        }
         heads = {"dtype": dtype, "device": device}
         return cls(
-            torch.full((sizes.num_reqs,), -1, **counts),
-            torch.zeros(sizes.num_reqs + 1, **counts),
-            torch.zeros(sizes.num_tokens, dtype=torch.int64, device=device),
-            torch.zeros(sizes.num_reqs, **counts),
-            torch.zeros(sizes.num_reqs, **counts),
-            torch.zeros(sizes.num_tokens, NUM_HEADS, sizes.head_size, **heads),
-            torch.full((sizes.num_tokens, NUM_KV_HEADS, sizes.head_size), INFINITY, **heads),
-            torch.full((sizes.num_tokens, NUM_KV_HEADS, sizes.head_size), INFINITY, **heads),
-            torch.zeros(num_groups, sizes.num_tokens, NUM_HEADS, sizes.head_size, **heads),
+            **{name: torch.tensor(array, device=device) for name, array in host.items()},
+            queries=torch.zeros(sizes.num_tokens, NUM_HEADS, sizes.head_size, **heads),
+            keys=torch.full((sizes.num_tokens, NUM_KV_HEADS, sizes.head_size), INFINITY, **heads),
+            values=torch.full((sizes.num_tokens, NUM_KV_HEADS, sizes.head_size), INFINITY, **heads),
+            outputs=torch.zeros(num_groups, sizes.num_tokens, NUM_HEADS, sizes.head_size, **heads),
+            host=host,
         )
 
     @property
@@ -143,14 +154,15 @@ class Inputs:
         computed = np.array([scheduled.request.num_computed for scheduled in batch])
         positions = np.concatenate([first + np.arange(count) for first, count in zip(computed, counts, strict=True)])
         padding, total = self.num_reqs - len(batch), int(counts.sum())
-        for target, values in (
-            (self.idx_mapping, np.pad(rows, (0, padding), constant_values=-1)),
-            (self.query_start_loc, np.concatenate(([0], np.cumsum(counts), np.full(padding, total)))),
-            (self.positions, np.pad(positions, (0, self.num_tokens - total), constant_values=3)),
-            (self.num_computed_tokens, np.pad(computed, (0, padding))),
-            (self.seq_lens, np.pad(computed + counts, (0, padding))),
+        for name, values in (
+            ("idx_mapping", np.pad(rows, (0, padding), constant_values=-1)),
+            ("query_start_loc", np.concatenate(([0], np.cumsum(counts), np.full(padding, total)))),
+            ("positions", np.pad(positions, (0, self.num_tokens - total), constant_values=3)),
+            ("num_computed_tokens", np.pad(computed, (0, padding))),
+            ("seq_lens", np.pad(computed + counts, (0, padding))),
         ):
-            target.copy_(torch.from_numpy(values).to(target.dtype))
+            self.host[name][:] = values
+            getattr(self, name).copy_(torch.from_numpy(self.host[name]))
         self.queries.normal_()
         for new in (self.keys, self.values):
             new.normal_()

@@ -121,7 +121,7 @@ def holes_are_common(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockTable, "common_blocks", common_blocks)
 
 
-@_mutant("R9")
+@_mutant("R9.8")
 def a_row_set_again_is_sent_whole(patch: pytest.MonkeyPatch) -> None:
     right = NumpyRows._replace
 
@@ -205,7 +205,7 @@ def a_block_repeats_its_first_kernel_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NumpyRows, "_kernel_ids", kernel_ids)
 
 
-@_mutant("R9")
+@_mutant("R9.6")
 def a_commit_sends_everything(patch: pytest.MonkeyPatch) -> None:
     def writes(self: NumpyRows) -> Writes:
         size = self.arena.size
@@ -214,7 +214,7 @@ def a_commit_sends_everything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NumpyRows, "writes", writes)
 
 
-@_mutant("R9")
+@_mutant("R9.9")
 def a_failed_commit_forgets(patch: pytest.MonkeyPatch) -> None:
     right = NumpyRows.writes
 
@@ -226,7 +226,7 @@ def a_failed_commit_forgets(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NumpyRows, "writes", writes)
 
 
-@_mutant("R10")
+@_mutant("R10.10")
 def occupied_padding_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BatchChecks, "_require_empty_rows", lambda self, start, stop, **options: None)
 
@@ -270,7 +270,7 @@ def waking_up_leaves_exports(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ExportSets, "reset", lambda self, stream: None)
 
 
-@_export_mutant("R25")
+@_export_mutant("R25.18")
 def any_group_is_exported(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(blocktable.exports, "_check_group", lambda *arguments: None)
 

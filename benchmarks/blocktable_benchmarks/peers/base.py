@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from blocktable_benchmarks.callers import Churned, Spelling
 from blocktable_benchmarks.gpu import Gpu
 from blocktable_benchmarks.workloads import Inputs
 
@@ -41,6 +43,21 @@ class PeerLane:
         self.inputs: Inputs
         self.table: Any
         self.step: Callable[[int], object]
+        self.untimed = 0.0
+
+    def can_spell(self, spelling: Spelling) -> bool:
+        """Whether it has such a call."""
+        return True
+
+    def spelling_context(self, key: str) -> AbstractContextManager[Any]:
+        """Return what the calls are made in."""
+        return nullcontext()
+
+    def spell(self, key: str, churn: list[Churned]) -> Callable[[int], object]:
+        """Return the step that does this work, by the table's own calls (`PEER_SPELLINGS`)."""
+        self.churn = churn
+        found: Callable[[int], object] = self.step if key == "steady" else getattr(self, f"_{key}_step")()
+        return found
 
     def take_inputs(self, inputs: Inputs) -> None:
         """Put the three arrays on the device."""

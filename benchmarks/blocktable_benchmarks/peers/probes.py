@@ -26,11 +26,11 @@ def probe(make_lane: Callable[[], Any], gpu: Gpu | None) -> list[dict[str, Any]]
     if gpu is not None:
         cases += [
             (
-                "R9",
+                "R9.2",
                 "a change made after a step was called waits for the next one",
                 lambda lane: _late_change(lane, gpu),
             ),
-            ("R9", "four steps queued behind a busy device all arrive", lambda lane: _queued_steps(lane, gpu)),
+            ("R9.1", "four steps queued behind a busy device all arrive", lambda lane: _queued_steps(lane, gpu)),
         ]
     return [{"rule": rule, "contract": contract, **_ask(make_lane, case)} for rule, contract, case in cases]
 

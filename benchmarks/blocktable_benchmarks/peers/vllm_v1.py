@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +38,7 @@ class VllmV1Lane(PeerLane):
         )
         self.place = np.empty(workload.num_reqs, np.int64)  # row of ours -> row of theirs
         self.place[inputs.idx_mapping] = np.arange(workload.num_reqs)
-        for row in range(workload.num_reqs):
-            self.table.add_row(self.first_ids(row), int(self.place[row]))
-        self.table.commit_block_table(workload.num_reqs)
+        self.reset()
         self.requests = [
             [(int(self.place[row]), ids) for row, ids in turn.requests] if workload.num_appended else []
             for turn in inputs.turns
@@ -70,6 +69,59 @@ class VllmV1Lane(PeerLane):
                 part.num_blocks_per_row[rows] = workload.filled
 
         return rolled_back_step if workload.rolls_back else whole_step
+
+    def _nothing_step(self) -> Callable[[int], None]:
+        table, num_reqs = self.table, self.inputs.workload.num_reqs
+        _, query_start_loc, positions = self.arrays
+
+        def step(turn: int) -> None:
+            table.commit_block_table(num_reqs)
+            table.compute_slot_mapping(num_reqs, query_start_loc, positions)
+
+        return step
+
+    def _captured_step(self) -> Callable[[int], None]:
+        table, requests, num_reqs = self.table, self.requests, self.inputs.workload.num_reqs
+        append_row, num_turns = table.append_row, len(requests)
+        _, query_start_loc, positions = self.arrays
+
+        def step(turn: int) -> None:
+            for row, ids in requests[turn % num_turns]:
+                append_row(ids, row)
+            table.commit_block_table(num_reqs)
+            start = time.perf_counter()
+            table.compute_slot_mapping(num_reqs, query_start_loc, positions)
+            self.untimed += time.perf_counter() - start
+
+        return step
+
+    def _churn_step(self) -> Callable[[int], None]:
+        """A request that begins takes the place of one that ended, as vLLM's input batch has it."""
+        table, churn, num_reqs = self.table, self.churn, self.inputs.workload.num_reqs
+        _, query_start_loc, positions = self.arrays
+
+        def step(turn: int) -> None:
+            ends, begins, grows, _ = churn[turn]
+            for place, _ in ends:
+                table.clear_row(place)
+            for place, _, ids in begins:
+                table.add_row(ids, place)
+            for place, _, ids in grows:
+                table.append_row(ids, place)
+            table.commit_block_table(num_reqs)
+            table.compute_slot_mapping(num_reqs, query_start_loc, positions)
+
+        return step
+
+    _mix_step = _churn_step
+
+    def reset(self) -> None:
+        """Make every row what it was when the table was opened."""
+        num_reqs = self.inputs.workload.num_reqs
+        for row in range(num_reqs):
+            self.table.add_row(self.first_ids(row), int(self.place[row]))
+        self.table.commit_block_table(num_reqs)
+        self.synchronize()
 
     def append(self, turn: int) -> None:
         """Append what that turn appends, on the host alone."""

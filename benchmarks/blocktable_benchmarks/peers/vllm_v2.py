@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,7 @@ class VllmV2Lane(PeerLane):
             cp_rank=workload.world_size - 1,
             cp_interleave=1,
         )
-        for row in range(workload.num_reqs):
-            self.table.append_block_ids(row, self.first_ids(row), True)
-        self.table.apply_staged_writes()
+        self.reset()
         self.requests = [turn.requests if workload.num_appended else [] for turn in inputs.turns]
         self.step = self._make_step()
 
@@ -65,6 +64,63 @@ class VllmV2Lane(PeerLane):
             table.num_blocks.np[:, rows] = workload.filled  # there is no call for it: the ids stay
 
         return rolled_back_step if workload.rolls_back else whole_step
+
+    def _nothing_step(self) -> Callable[[int], None]:
+        table, workload = self.table, self.inputs.workload
+        num_reqs, num_tokens = workload.num_reqs, workload.num_tokens
+        idx_mapping, query_start_loc, positions = self.arrays
+
+        def step(turn: int) -> None:
+            table.apply_staged_writes()
+            table.gather_block_tables(idx_mapping, num_reqs)
+            table.compute_slot_mappings(idx_mapping, query_start_loc, positions, num_tokens)
+
+        return step
+
+    def _captured_step(self) -> Callable[[int], None]:
+        table, requests, workload = self.table, self.requests, self.inputs.workload
+        append, num_turns = table.append_block_ids, len(requests)
+        num_reqs, num_tokens = workload.num_reqs, workload.num_tokens
+        idx_mapping, query_start_loc, positions = self.arrays
+
+        def step(turn: int) -> None:
+            for row, ids in requests[turn % num_turns]:
+                append(row, ids, False)
+            table.apply_staged_writes()
+            start = time.perf_counter()
+            table.gather_block_tables(idx_mapping, num_reqs)
+            table.compute_slot_mappings(idx_mapping, query_start_loc, positions, num_tokens)
+            self.untimed += time.perf_counter() - start
+
+        return step
+
+    def _churn_step(self) -> Callable[[int], None]:
+        """The end of a request calls nothing: its row stays until it is overwritten."""
+        table, churn, workload = self.table, self.churn, self.inputs.workload
+        append, num_reqs, num_tokens = table.append_block_ids, workload.num_reqs, workload.num_tokens
+        batches = [self.torch.from_numpy(change.idx_mapping).to(self.device) for change in churn]
+        _, query_start_loc, positions = self.arrays
+
+        def step(turn: int) -> None:
+            _, begins, grows, _ = churn[turn]
+            for _, row, ids in begins:
+                append(row, ids, True)
+            for _, row, ids in grows:
+                append(row, ids, False)
+            table.apply_staged_writes()
+            table.gather_block_tables(batches[turn], num_reqs)
+            table.compute_slot_mappings(batches[turn], query_start_loc, positions, num_tokens)
+
+        return step
+
+    _mix_step = _churn_step
+
+    def reset(self) -> None:
+        """Make every row what it was when the table was opened."""
+        for row in range(self.inputs.workload.num_reqs):
+            self.table.append_block_ids(row, self.first_ids(row), True)
+        self.table.apply_staged_writes()
+        self.synchronize()
 
     def append(self, turn: int) -> None:
         """Append what that turn appends, on the host alone."""
