@@ -50,8 +50,9 @@ _CHUNK = struct.Struct("<III")  # packed bytes, unpacked bytes, CRC-32 of the pa
 _FRAME = struct.Struct("<BB")  # code, number of values
 _INT = struct.Struct("<Bq")
 _COUNT = struct.Struct("<BI")
-_ARRAY = struct.Struct("<BBI")  # tag, dtype, entries
-_RUNS = struct.Struct("<BBI")  # tag, dtype, runs; then the first entry of each, int64, and its length, uint32
+_ARRAY = struct.Struct(
+    "<BBI"
+)  # tag, dtype, entries; or runs: then their first entries, int64, and lengths, uint32
 _MATRIX = struct.Struct("<BBII")
 
 _NONE, _INTEGER, _ONE_DIMENSION, _RUNS_OF_ONE, _SEQUENCE, _TWO_DIMENSIONS, _BYTES, _FOREIGN = range(8)
@@ -131,7 +132,7 @@ def _put_array(buffer: bytearray, array: np.ndarray[Any, Any], code: int) -> Non
         buffer += _MATRIX.pack(_TWO_DIMENSIONS, code, *array.shape)
     elif array.size >= RUNS_FROM and array.itemsize == 8 and (runs := _runs(array)) is not None:
         starts, lengths = runs
-        buffer += _RUNS.pack(_RUNS_OF_ONE, code, starts.size)
+        buffer += _ARRAY.pack(_RUNS_OF_ONE, code, starts.size)
         buffer += starts.tobytes() + lengths.tobytes()
         return
     else:
@@ -172,11 +173,7 @@ def frames_of(chunk: bytes) -> Iterator[Frame]:
     place = 0
     while place < len(chunk):
         code, count = _FRAME.unpack_from(chunk, place)
-        place += _FRAME.size
-        values = []
-        for _ in range(count):
-            value, place = _take(chunk, place)
-            values.append(value)
+        values, place = _take_sequence(chunk, place + _FRAME.size, count)
         yield Frame(CALLS[code], tuple(values))
 
 
@@ -206,8 +203,8 @@ def _take_sequence(chunk: bytes, place: int, count: int) -> tuple[list[Any], int
 
 def _take_array(chunk: bytes, place: int, tag: int) -> tuple[np.ndarray[Any, Any], int]:
     if tag == _RUNS_OF_ONE:
-        _, code, count = _RUNS.unpack_from(chunk, place)
-        place += _RUNS.size
+        _, code, count = _ARRAY.unpack_from(chunk, place)
+        place += _ARRAY.size
         starts = np.frombuffer(chunk, np.int64, count, place)
         lengths = np.frombuffer(chunk, np.uint32, count, place + 8 * count)
         return ranges(starts, lengths.astype(np.int64)).view(_DTYPES[code]), place + 12 * count

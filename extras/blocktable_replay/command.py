@@ -7,7 +7,7 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +99,11 @@ def _replay_trace(arguments: argparse.Namespace) -> ReplayResult:
     trace = _fitting(_read(arguments), options, arguments.on_bad_line)
     progress = make_progress(len(trace), "requests", is_quiet=arguments.quiet)
     try:
-        with _recorder(arguments, lanes[0]) as recorder:
+        path = arguments.record
+        with nullcontext() if path is None else Recorder(lanes[0].table, path) as recorder:
             return Replay(trace, options, lanes, recorder).run(progress, arguments.max_steps)
     finally:
         progress.close()
-
-
-def _recorder(arguments: argparse.Namespace, lane: Lane) -> AbstractContextManager[Recorder | None]:
-    return nullcontext() if arguments.record is None else Recorder(lane.table, arguments.record)
 
 
 def _read(arguments: argparse.Namespace) -> Trace:
@@ -161,9 +158,6 @@ def _replay_recording(arguments: argparse.Namespace) -> ReplayResult:
     finally:
         progress.close()
     if not result.counters["steps"]:
-        raise RecordingError(f"{recording.path}: the recording holds no step{_because(recording)}.")
+        reason = f": {recording.tear}" if recording.tear else ""
+        raise RecordingError(f"{recording.path}: the recording holds no step{reason}.")
     return result
-
-
-def _because(recording: Recording) -> str:
-    return f": {recording.tear}" if recording.tear else ""

@@ -251,12 +251,8 @@ class Scheduler:
         return self._cache.find(request.keys, request.num_known - 1)
 
     def _lacking(self, hits: list[IntArray], num_tokens: int) -> list[int]:
-        return [
-            -(-num_tokens // size) - found.size if is_linear else fixed
-            for size, found, is_linear, fixed in zip(
-                self._sizes, hits, self._is_linear.tolist(), self._fixed_blocks, strict=True
-            )
-        ]
+        blocks = np.where(self._is_linear, -(-num_tokens // self._size_column[:, 0]), self._fixed_blocks)
+        return [count - found.size for count, found in zip(blocks.tolist(), hits, strict=True)]
 
     def _fits(self, hits: list[IntArray], lacking: list[int]) -> bool:
         for pool, found, count in zip(self.pools, hits, lacking, strict=True):
