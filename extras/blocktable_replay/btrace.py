@@ -50,9 +50,7 @@ _CHUNK = struct.Struct("<III")  # packed bytes, unpacked bytes, CRC-32 of the pa
 _FRAME = struct.Struct("<BB")  # code, number of values
 _INT = struct.Struct("<Bq")
 _COUNT = struct.Struct("<BI")
-_ARRAY = struct.Struct(
-    "<BBI"
-)  # tag, dtype, entries; or runs: then their first entries, int64, and lengths, uint32
+_ARRAY = struct.Struct("<BBI")  # tag, dtype, entries; or runs: then their first entries, int64, and lengths, uint32
 _MATRIX = struct.Struct("<BBII")
 
 _NONE, _INTEGER, _ONE_DIMENSION, _RUNS_OF_ONE, _SEQUENCE, _TWO_DIMENSIONS, _BYTES, _FOREIGN = range(8)
