@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any
 
@@ -15,7 +16,7 @@ Operation = tuple[str, tuple[Any, ...]]
 NO_ROW = -1
 
 
-class RowLayout:
+class RowLayout(ABC):
     """Gives rows to requests, which it knows by their handles.
 
     Attributes:
@@ -25,9 +26,9 @@ class RowLayout:
     def __init__(self, num_rows: int) -> None:
         self.row_of: IntArray = np.full(num_rows, NO_ROW, np.int64)
 
+    @abstractmethod
     def place(self, handles: IntArray) -> None:
         """Give each handle a row that is empty."""
-        raise NotImplementedError
 
     def release(self, handles: IntArray) -> list[Operation]:
         """Take the rows away and empty them."""
@@ -36,10 +37,11 @@ class RowLayout:
         self._free(rows)
         return [("clear_rows", (rows,))]
 
+    @abstractmethod
     def _free(self, rows: IntArray) -> None:
         """Note that rows are empty."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arrange(self, handles: IntArray, is_prefill: IntArray) -> tuple[IntArray, IntArray | None, list[Operation]]:
         """Put a batch into its order.
 
@@ -51,7 +53,6 @@ class RowLayout:
             The permutation of `handles` that is the batch's order; `idx_mapping` [num_reqs] int32, or None where batch
             index and row are one; and the row operations that this takes.
         """
-        raise NotImplementedError
 
 
 class StableRows(RowLayout):

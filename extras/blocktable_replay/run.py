@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
@@ -50,7 +51,7 @@ def unfit_requests(trace: Trace, options: ReplayOptions) -> dict[int, str]:
     return wrong
 
 
-class Run:
+class Run(ABC):
     """Drives lanes step by step; `result` says what was found."""
 
     result: ReplayResult
@@ -71,13 +72,13 @@ class Run:
         self.result.wall_s = time.perf_counter() - begin
         return self.result
 
+    @abstractmethod
     def _steps(self) -> Iterator[tuple[int, int]]:
         """Do one step, or a call between two; yield how many steps, and what the progress counts, are done."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _conclude(self) -> None:
         """Write down what is known at the end."""
-        raise NotImplementedError
 
     def _note(self, clock_s: float, num_reqs: int, num_tokens: int, holders: Iterable[IntArray]) -> None:
         """Write a step down. holders: of each group, how many requests hold each block."""
