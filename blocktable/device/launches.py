@@ -188,7 +188,8 @@ class Launches:
         """Return the memory for what a batch of up to so many requests has not, made at the first call."""
         if max_batch not in self._blanks:
             arrays = tuple(self._driver.full(max_batch, 0, "int32") for _ in range(2))
-            self._blanks[max_batch] = Blank(*map(self._driver.address, arrays), arrays)
+            zeros, unwanted = map(self._driver.address, arrays)
+            self._blanks[max_batch] = Blank(zeros, unwanted, arrays)
         return self._blanks[max_batch]
 
     # The four plain kernels.
@@ -336,16 +337,16 @@ class Launches:
             values = (null, layout.entry_scale, TABLE_FORMS[kind], layout.value_offset, entries)
             launches.append(self.launch("write_table", (*source, out.width, counts, *values), layout.dtype))
         elif kind in INDEX_UNITS:
-            sizes = (unit, out.capacity, lengths, counts, indptr, last_page_lens, num_cut)
+            starts = (unit, out.capacity, lengths, counts, indptr, last_page_lens, num_cut)
             launches += [
-                self.launch("start_requests", (*source, *sizes)),
+                self.launch("start_requests", (*source, *starts)),
                 self.launch("write_indices", (*source, INDEX_UNITS[kind], out.capacity, counts, indptr, entries)),
             ]
         elif kind == "inverse_map":
-            sizes = (out.width, out.num_kernel_blocks)
+            shape = (out.width, out.num_kernel_blocks)
             launches += [
-                self.launch("clear_inverse_map", (*source, *sizes, counts, mapped, null, entries)),
-                self.launch("write_inverse_map", (*source, *sizes, counts, mapped, entries)),
+                self.launch("clear_inverse_map", (*source, *shape, counts, mapped, null, entries)),
+                self.launch("write_inverse_map", (*source, *shape, counts, mapped, entries)),
             ]
         return launches
 
