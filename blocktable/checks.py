@@ -52,7 +52,7 @@ def int_array(name: str, values: Any) -> IntArray:
         values: [n] integers. A numpy array of any integer dtype, a list, a tuple or a range.
     """
     if isinstance(values, np.ndarray):
-        array = values
+        array = np.asarray(values)  # a class of its own, such as a masked array, compares in its own way
     elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
         array = _from_sequence(name, values)
     else:
@@ -69,6 +69,9 @@ def int_array(name: str, values: Any) -> IntArray:
 
 
 def _from_sequence(name: str, values: Sequence[Any]) -> IntArray:
+    if isinstance(values, range) and values[COUNT_LIMIT:]:
+        raise ArgumentError(f"{name} must hold at most {COUNT_LIMIT} ints, got {values}.")
+    values = _snapshot(values)
     for kind in set(map(type, values)):
         if kind is bool or not issubclass(kind, int | np.integer):
             raise DtypeError(f"{name} must hold ints, got one of type {kind.__name__}.")
@@ -78,10 +81,17 @@ def _from_sequence(name: str, values: Sequence[Any]) -> IntArray:
         raise ArgumentError(f"{name} holds an int that does not fit 64 bits.") from None
 
 
+def _snapshot(values: Any) -> Any:
+    """Return a sequence as a copy: another thread, or an item's own `__index__`, may change it while it is read."""
+    is_fixed = isinstance(values, str | bytes | range) or not isinstance(values, Sequence)
+    return values if is_fixed else tuple(values)
+
+
 def ids_per_group(block_ids: Any, num_groups: int) -> list[IntArray]:
     """Split `block_ids` into one integer array for each group; nothing (None, []) becomes an empty one (R7, R8)."""
     if block_ids is None:
         return [_NO_IDS] * num_groups
+    block_ids = _snapshot(block_ids)
     if isinstance(block_ids, np.ndarray):
         if block_ids.size == 0 and block_ids.ndim == 1:
             return [_NO_IDS] * num_groups
@@ -91,11 +101,11 @@ def ids_per_group(block_ids: Any, num_groups: int) -> list[IntArray]:
             raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got an array of shape {block_ids.shape}.")
     elif not isinstance(block_ids, Sequence) or isinstance(block_ids, str | bytes):
         raise DtypeError(f"block_ids must be {_expected(num_groups)}, got {type(block_ids).__name__}.")
-    if len(block_ids) == 0:
+    elif not block_ids:
         return [_NO_IDS] * num_groups
     if num_groups == 1 and not _is_nested(block_ids[0]):
         return [int_array("block_ids", block_ids)]
-    if num_groups > 1 and not any(map(_is_nested, block_ids)):
+    if num_groups > 1 and (isinstance(block_ids, range) or not any(map(_is_nested, block_ids))):
         raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got one flat sequence.")
     if len(block_ids) != num_groups:
         raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got {len(block_ids)} sequences.")
@@ -134,16 +144,14 @@ def per_group_counts(name: str, counts: Any, num_groups: int, num_rows: int) -> 
 
     The result may be a read-only view that repeats one array.
     """
-    if isinstance(counts, np.ndarray) and counts.ndim == 2:
-        nested = counts.shape[0] == num_groups
-        arrays = list(counts)
-    elif isinstance(counts, Sequence) and len(counts) and _is_nested(counts[0]):
-        nested = len(counts) == num_groups
-        arrays = list(counts)
+    counts = _snapshot(counts)
+    if isinstance(counts, np.ndarray):
+        is_nested = counts.ndim == 2
     else:
-        nested, arrays = True, [counts]
+        is_nested = isinstance(counts, tuple) and bool(counts) and _is_nested(counts[0])
+    arrays = list(counts) if is_nested else [counts]
     expected = f"{name} must be [{num_rows}] ints, or one such array for each of the {num_groups} groups"
-    if not nested:
+    if is_nested and len(arrays) != num_groups:
         raise ArgumentError(f"{expected}; got {len(arrays)} arrays.")
     checked = [int_array(name, array) for array in arrays]
     for array in checked:

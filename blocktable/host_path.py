@@ -11,11 +11,19 @@ from typing import Any, Protocol
 from blocktable.config import BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
 from blocktable.protocols import IntArray, Writes
-from blocktable.rows import DISTINCT_ROWS, Journal, NumpyRows
+from blocktable.rows import DISTINCT_ROWS, NumpyRows
 
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 HOST_PATHS = ("auto", "numpy", "compiled")
 ENTRY_POINT_GROUP = "blocktable.host_paths"
+
+
+class Changes(Protocol):
+    """What has changed since the last commit."""
+
+    @property
+    def size(self) -> int:
+        """0 where nothing has."""
 
 
 class HostPath(Protocol):
@@ -37,8 +45,8 @@ class HostPath(Protocol):
     columns_per_block: IntArray
 
     @property
-    def journal(self) -> Journal:
-        """What has changed since the last commit; of size 0 where nothing has."""
+    def journal(self) -> Changes:
+        """What has changed since the last commit."""
 
     @property
     def mirror(self) -> IntArray:
@@ -197,7 +205,8 @@ def compiled_step() -> Callable[..., Any] | None:
     Raises:
         BackendUnavailableError, ConfigError: as `rows_maker`.
     """
-    return _compiled("step")
+    found: Callable[..., Any] | None = _compiled("step")
+    return found
 
 
 def compiled_append() -> Callable[..., int] | None:
@@ -221,8 +230,9 @@ def _compiled(name: str) -> Any:
     found, reason = _load(name)
     if found is None and choice == "compiled":
         raise BackendUnavailableError(
-            f"The compiled host path cannot be imported ({reason}); install blocktable where a C++ compiler is, which "
-            "builds it."
+            f"The compiled host path cannot be imported ({reason}). It is built when blocktable is installed from its "
+            "source where a C++ compiler is: get one, then install blocktable again, with pip's --force-reinstall and "
+            "--no-cache-dir."
         )
     return found
 

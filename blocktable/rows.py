@@ -403,7 +403,8 @@ class NumpyRows:
         return bool(self.journal.lengths[: self.journal.size].any())
 
     def pending_ranges(self) -> tuple[IntArray, IntArray]:
-        return self.journal.merge()
+        pending: tuple[IntArray, IntArray] = self.journal.merge()
+        return pending
 
     def writes(self) -> Writes:
         offsets, lengths = self.pending_ranges()

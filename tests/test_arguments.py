@@ -35,6 +35,11 @@ def make(num_groups: int = 1, **options: Any) -> bt.BlockTable:
         lambda table: table.append_rows(ROWS, np.empty((0, 3), np.int32), COUNTS),
         lambda table: table.set_row(0, np.empty((0, 3), np.int32)),
         lambda table: table.truncate_row(0, np.array([-1, 1])),
+        lambda table: table.truncate_row(0, range(2**70)),
+        lambda table: table.append_rows(ROWS, range(2**40), COUNTS),
+        lambda table: table.append_rows(ROWS, [range(2**40), IDS], COUNTS),
+        lambda table: table.append_rows(ROWS, [IDS, IDS], range(2**70)),
+        lambda table: table.clear_rows(range(2**70)),
         lambda table: table.append_rows(np.array([2**64 - 1, 0], np.uint64), [IDS, IDS], COUNTS),
     ],
 )
@@ -43,7 +48,7 @@ def test_a_wrong_bulk_argument_changes_nothing(
 ) -> None:
     """Rules: R6, R7."""
     if path == "compiled":
-        pytest.importorskip("numba")
+        pytest.importorskip("blocktable_compiled.operations")
     monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
     table = make(2)
     table.set_row(0, [[1, 2], [3]])
@@ -74,7 +79,7 @@ def test_keeping_more_blocks_than_there_are_changes_nothing(kept: Any) -> None:
 def test_nothing_for_all_groups_is_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules: R8."""
     if path == "compiled":
-        pytest.importorskip("numba")
+        pytest.importorskip("blocktable_compiled.operations")
     monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
     table = make(2)
     table.append_rows(ROWS, None, COUNTS)
@@ -202,3 +207,17 @@ def test_buffers_that_do_not_fit_are_refused_in_a_sentence(monkeypatch: pytest.M
         make(max_model_len=2**80)
     with pytest.raises(bt.ConfigError, match="world_size"):
         bt.ContextParallel(world_size=2**40)
+
+
+@pytest.mark.parametrize("path", ["compiled", "numpy"])
+def test_a_masked_array_is_its_data(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R7, R9."""
+    if path == "compiled":
+        pytest.importorskip("blocktable_compiled.operations")
+    monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
+    table = make()
+    table.set_rows(np.ma.array([0, 1], mask=[False, True]), [7, 8, 9, 4], [2, 2])
+    assert table.block_ids(0, 0).tolist() == [7, 8]
+    assert table.block_ids(1, 0).tolist() == [9, 4]
+    table.commit()
+    table.verify()

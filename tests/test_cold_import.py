@@ -152,3 +152,24 @@ def test_no_compiler_is_said_with_the_remedy_and_numpy_works() -> None:
     said = said_of_backends(emulated=["cupy"], PATH="/nowhere", CXX="")
     assert "install g++ or set CXX" in remedy(said["cupy"], "cupy")
     assert said["numpy"].startswith("  available: numpy (host)\n")
+
+
+@pytest.mark.parametrize("host_path", ["auto", "numpy"])
+def test_the_first_step_of_a_process_compiles_nothing(host_path: str) -> None:
+    source = f"""
+import os, time
+os.environ["BLOCKTABLE_HOST_PATH"] = {host_path!r}
+import numpy as np
+import blocktable as bt
+
+start = time.process_time()
+config = bt.BlockTableConfig(
+    groups=[bt.KVCacheGroup(block_size=16)] * 8, max_num_reqs=8, max_num_batched_tokens=8, max_model_len=64
+)
+table = bt.BlockTable(config, "numpy")
+table.append_row(3, [[5]] * 8)
+table.append_rows([1, 2], [[6, 7]] * 8, [1, 1])
+table.commit()
+print(time.process_time() - start)
+"""
+    assert min(float(run(source)) for _ in range(3)) < 0.5

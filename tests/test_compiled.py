@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -247,3 +249,38 @@ def test_ranges_are_cut_where_their_lengths_would_not_fit(path: str, monkeypatch
     assert writes.num_ranges == writes.offsets.size == -(-ONE_GROUP.arena.size // 100)
     assert writes.lengths.max() <= 100
     assert writes.lengths.sum() == writes.values.size == ONE_GROUP.arena.size
+
+
+def test_lists_that_another_thread_changes_are_read_safely() -> None:
+    """Of a free-threaded build: what a call takes is what a list held at some time, or it is refused. Rules: R6, R7."""
+    host = CompiledRows(CONFIG)
+    ids: list[Any] = [[1, 2], [3, 4], [5, 6]]
+    rows, counts = [0, 1], [1, 1]
+    is_over = threading.Event()
+
+    def change() -> None:
+        step = 0
+        while not is_over.is_set():
+            step += 1
+            for values in (rows, counts, ids[0], *ids, ids):
+                kept = values.copy()
+                values.clear()
+                values.extend(kept * 40 if step % 3 == 0 else kept)
+                values[:] = kept
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    outcomes = Counter[str]()
+    try:
+        for _ in range(20_000):
+            for call in (lambda: host.set_rows(rows, ids, counts), lambda: host.set_row(0, ids)):
+                try:
+                    call()
+                    outcomes["done"] += 1
+                except BlockTableError as error:
+                    outcomes[type(error).__name__] += 1
+    finally:
+        is_over.set()
+        thread.join()
+    assert outcomes["done"] > 0
+    assert set(host.mirror[host.filled.size :].tolist()) <= {0, 1, 2, 5, 6, *range(9, 15)}

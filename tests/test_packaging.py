@@ -1,7 +1,9 @@
 """What pyproject.toml says of the distribution, and what is installed."""
 
+import importlib
 import importlib.metadata
 import importlib.util
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -21,6 +23,13 @@ def test_all_asks_for_every_extra_but_the_other_cupy() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
     named = set(everything.removeprefix("blocktable[").removesuffix("]").split(","))
     assert named == set(PROJECT["optional-dependencies"]) - {"all", "cupy-cuda12"}
+
+
+def test_the_host_path_is_compiled_where_a_compiler_is() -> None:
+    """Otherwise the build failed, with a warning that nobody reads, and its tests are skipped."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+        pytest.skip("no C++ compiler here")
+    importlib.import_module("blocktable_compiled.operations")
 
 
 @pytest.mark.parametrize("group", PROJECT["entry-points"])

@@ -1,6 +1,8 @@
 """What is built: its contents, and that it works where the checkout is not (run by `tox -e wheel`)."""
 
 import email
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,6 +17,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = [ROOT / package for package in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
+
+COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++", "cl")), None)
+BUILT = (".so", ".pyd")
 
 Run = Callable[..., str]
 
@@ -41,15 +46,24 @@ def in_wheel(wheel: Path) -> set[str]:
 
 @pytest.fixture(scope="session")
 def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return runner(wheel, tmp_path_factory.mktemp("venv"))
+
+
+def runner(wheel: Path, home: Path) -> Run:
     """Run a command of a fresh environment that holds the wheel and numpy, in an empty folder."""
-    home = tmp_path_factory.mktemp("venv")
     venv.create(home, with_pip=True)
     scripts = home / ("Scripts" if sys.platform == "win32" else "bin")
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    elsewhere = home / "elsewhere"
+    elsewhere.mkdir()
 
-    def run(program: str, *arguments: str | Path) -> str:
+    def run(program: str, *arguments: str | Path, **variables: str) -> str:
         done = subprocess.run(
-            [scripts / program, *arguments], cwd=elsewhere, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [scripts / program, *arguments],
+            cwd=elsewhere,
+            env=os.environ | variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         assert done.returncode == 0, done.stdout
         return done.stdout
@@ -69,9 +83,9 @@ def test_wheel_holds_every_file_of(package: Path, in_wheel: set[str]) -> None:
     files = {
         f"{package.name}/{path.relative_to(package).as_posix()}"
         for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyx", *BUILT}
     }
-    assert files == {name for name in in_wheel if name.startswith(f"{package.name}/")}
+    assert files == {name for name in in_wheel if name.startswith(f"{package.name}/") and not name.endswith(BUILT)}
     assert f"{package.name}/py.typed" in files
 
 
@@ -94,6 +108,39 @@ def test_sdist_holds_what_the_tests_need(dist: Path) -> None:
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "tox.ini", ".ci/run", "LICENSE", "docs/spec.md", "tests/test_wheel.py"} <= names
+    assert {"hatch_build.py", "extras/blocktable_compiled/operations.pyx"} <= names
+    assert not [name for name in names if name.endswith((".cpp", *BUILT))]
+
+
+def test_the_host_path_is_compiled_where_a_compiler_is(wheel: Path, in_wheel: set[str], run: Run) -> None:
+    built = [name for name in in_wheel if name.endswith(BUILT)]
+    assert [Path(name).name.partition(".")[0] for name in built] == (["operations"] if COMPILER else [])
+    assert wheel.stem.endswith("-py3-none-any") != bool(COMPILER)
+    path = "compiled" if COMPILER else "numpy"
+    assert run("blocktable", "backends").splitlines()[-1].startswith(f"host path: {path}")
+
+
+def test_without_a_compiler_the_wheel_is_pure_and_says_so(dist: Path, tmp_path: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, tmp_path / sdist.name.removesuffix(".tar.gz")],
+        env=os.environ | {"PATH": os.path.dirname(sys.executable), "CC": "/bin/false", "CXX": "/bin/false"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    (said,) = (line for line in done.stdout.splitlines() if "compiled host path" in line)
+    assert said.startswith("The compiled host path, which needs a C++ compiler, is left out and the numpy one runs: ")
+    (pure,) = tmp_path.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(pure) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(BUILT)]
+    run = runner(pure, tmp_path / "venv")
+    assert run("blocktable", "backends").splitlines()[-1].startswith("host path: numpy (ModuleNotFoundError: ")
+    assert "where a C++ compiler is" in run("blocktable", "backends", BLOCKTABLE_HOST_PATH="compiled")
+    run("blocktable", "replay")
 
 
 def test_imports_come_from_the_wheel(run: Run) -> None:

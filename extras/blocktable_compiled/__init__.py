@@ -1,5 +1,5 @@
-"""The host path of a steady step, compiled by Numba: the same results as the numpy path, in a tenth of the calls.
+"""The host path of a steady step, compiled: the numpy path's results, in a hundredth of its time.
 
-Optional, and used where Numba is installed. Each function does all its checks before it changes anything and says no
-where anything is out of the ordinary; the numpy path then does the work, or raises the sentence that explains.
+Built where a C++ compiler is, and never needed. Each operation does all its checks before it changes anything, and
+leaves what is out of the ordinary to the numpy path, which does the work, or raises the sentence that explains.
 """

@@ -7,11 +7,14 @@ Each method does all its checks, and takes all memory it needs, before it change
 nothing changed, where anything is out of the ordinary: the numpy path then does the work, or raises the sentence that
 explains. Ordinary are exact ints, and lists, tuples, ranges and arrays of any integer dtype and stride; they are copied
 first, so that nothing that happens to them later matters.
+
+No Python code of anyone's runs inside a method: none is called, and nothing is allocated that the garbage collector
+counts, whose finalizers could call the table in the middle of an operation.
 """
 
 cimport cython
 cimport numpy as cnp
-from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.object cimport PyObject
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libcpp.algorithm cimport sort
 from libcpp.vector cimport vector
@@ -29,10 +32,16 @@ cdef extern from *:
     #endif
     """
     void blocktable_prefetch(const void* address) noexcept nogil
-    int64_t blocktable_longest "(int64_t)1 << 20"
+
+# Of borrowed references: a list's items are read under its lock, and need no counting.
+cdef extern from "Python.h":
+    PyObject** PySequence_Fast_ITEMS(object list_or_tuple) noexcept
+    bint PyLong_CheckExact(PyObject* value) noexcept
+    long long PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow) noexcept
 
 cdef enum:
     CHANGES_HEADER = 5
+    LONGEST = 1 << 20  # ints of a sequence that is copied here; numpy takes a longer one as fast
 
 cdef struct Range:
     int64_t offset
@@ -59,7 +68,7 @@ cdef class CompiledJournal:
     # The size at which the ranges are disjoint, ascending and do not touch.
     cdef size_t settled
 
-    def __init__(self, size_t capacity):
+    def __cinit__(self, size_t capacity):
         self.ranges.reserve(capacity)
         self.epoch = 1
         self.is_disjoint = True
@@ -105,8 +114,7 @@ cdef class CompiledJournal:
         """Merge what is there before it grows: a caller that never commits must not fill the memory."""
         if self.ranges.size() + more > self.ranges.capacity():
             self.settle()
-            if self.ranges.size() + more > self.ranges.capacity():
-                self.ranges.reserve(2 * (self.ranges.size() + more))
+            self.ranges.reserve(2 * (self.ranges.size() + more))  # half of it free: the next merge is far away
         return 0
 
     cdef void settle(self) noexcept:
@@ -164,10 +172,45 @@ ctypedef fused Number:
     uint64_t
 
 
-cdef void _copy(Number first, char* data, int64_t stride, int64_t n, int64_t* target) noexcept nogil:
+cdef void _copy(const Number* source, int64_t stride, int64_t n, int64_t* target) noexcept nogil:
     cdef int64_t i
     for i in range(n):
-        target[i] = <int64_t>(<Number*>(data + i * stride))[0]
+        target[i] = <int64_t>(<const Number*>(<const char*>source + i * stride))[0]
+
+
+cdef object _item(values, Py_ssize_t i):
+    """Return an item of a list or tuple; where another thread has made it shorter, what no method takes."""
+    with cython.critical_section(values):
+        if i < len(values):
+            return <object>PySequence_Fast_ITEMS(values)[i]
+    return NotImplemented
+
+
+cdef bint _to_int64(PyObject* value, int64_t* target) noexcept:
+    """Write an int; False where it is none, or does not fit."""
+    cdef int overflow = 0
+    if not PyLong_CheckExact(value):
+        return False
+    target[0] = PyLong_AsLongLongAndOverflow(value, &overflow)
+    return overflow == 0
+
+
+cdef bint _to_far_int(value, int64_t* target) noexcept:
+    """As `_to_int64`; False too where the difference of two such ints would not fit."""
+    return _to_int64(<PyObject*>value, target) and -(1LL << 62) < target[0] < 1LL << 62
+
+
+cdef bint _is_plain(values) noexcept:
+    """Whether it is a list or a tuple, and of no class of its own."""
+    return type(values) is list or type(values) is tuple
+
+
+cdef bint _is_nested(values):
+    """Whether it is a list or a tuple whose first item is no int."""
+    if not _is_plain(values) or len(values) == 0:
+        return False
+    first = _item(values, 0)
+    return not PyLong_CheckExact(<PyObject*>first)
 
 
 cdef class Operations:
@@ -192,9 +235,14 @@ cdef class Operations:
     # Copies of a call's arguments: rows; for each group its blocks of each row, or one for all; ids, group after group.
     cdef vector[int64_t] rows, counts, ids, ends
     cdef bint has_own_counts
-    cdef vector[int32_t] values
 
-    def __init__(self, cnp.ndarray mirror, cnp.ndarray geometry, int64_t num_rows, CompiledJournal journal):
+    def __cinit__(
+        self,
+        cnp.ndarray mirror not None,
+        cnp.ndarray geometry not None,
+        int64_t num_rows,
+        CompiledJournal journal not None,
+    ):
         cdef int64_t g
         cdef int64_t* fields = <int64_t*>cnp.PyArray_DATA(geometry)
         self.journal, self.owner = journal, mirror
@@ -243,13 +291,14 @@ cdef class Operations:
         """Make many rows empty."""
         if not self._take_rows(rows):
             return False
-        self.counts.assign(self.rows.size(), 0)
+        self.counts.clear()
+        self.counts.resize(self.rows.size())  # zeros; in Cython `assign` cannot raise
         self.has_own_counts = False
         return self._truncate()
 
     # A commit.
 
-    def pack_changes(self, block, int64_t most):
+    def pack_changes(self, cnp.ndarray block not None, int64_t most):
         """Lay what has changed out as `Writes.pack_changes` does.
 
         Args:
@@ -265,12 +314,9 @@ cdef class Operations:
         cdef int64_t n = journal.ranges.size(), i, j, offset, length
         if n == 0:
             return 0, 0
-        if not (
-            cnp.PyArray_Check(block) and cnp.PyArray_TYPE(<cnp.ndarray>block) == cnp.NPY_INT32
-            and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>block)
-        ):
-            raise TypeError("block must be a contiguous int32 array")
-        cdef int32_t* target = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>block)
+        if cnp.PyArray_TYPE(block) != cnp.NPY_INT32 or not cnp.PyArray_ISCARRAY(block):
+            raise TypeError("block must be a contiguous int32 array that can be written")
+        cdef int32_t* target = <int32_t*>cnp.PyArray_DATA(block)
         cdef Range* ranges = journal.ranges.data()
         cdef int32_t* mirror = self.mirror
         cdef int64_t singles = 0, num_ranges = 0, num_values = 0, num_constants = 0, constant_entries = 0
@@ -288,7 +334,7 @@ cdef class Operations:
         if singles + num_values + constant_entries > most:
             return -1, 0
         cdef int64_t end = CHANGES_HEADER + 2 * (singles + num_ranges) + num_values + 3 * num_constants
-        if end > cnp.PyArray_SIZE(<cnp.ndarray>block):
+        if end > cnp.PyArray_SIZE(block):
             return -1, 0
         target[0], target[1], target[2] = <int32_t>singles, <int32_t>num_ranges, <int32_t>num_values
         target[3], target[4] = <int32_t>num_constants, <int32_t>constant_entries
@@ -318,84 +364,89 @@ cdef class Operations:
     # Arguments.
 
     cdef bint _take_int(self, value, vector[int64_t]& target) except -1:
-        cdef int overflow = 0
-        if not PyLong_CheckExact(value):
+        cdef int64_t number = 0
+        if not _to_int64(<PyObject*>value, &number):
             return False
-        target.push_back(PyLong_AsLongLongAndOverflow(value, &overflow))
-        return overflow == 0
+        target.push_back(number)
+        return True
 
     cdef bint _take_ints(self, values, vector[int64_t]& target) except -1:
         """Add a sequence's ints; False where it is not ordinary."""
         cdef size_t start = target.size()
-        cdef int64_t n, i, first, step, number
-        cdef int overflow = 0
-        cdef cnp.ndarray array
-        if type(values) is list or type(values) is tuple:
+        cdef Py_ssize_t n, i
+        cdef PyObject** items
+        if _is_plain(values):
             # Another thread of a free-threaded build waits here; elsewhere none can run in between.
             with cython.critical_section(values):
                 n = len(values)
-                if n > blocktable_longest:
+                if n > LONGEST:
                     return False
                 target.resize(start + n)
+                items = PySequence_Fast_ITEMS(values)
                 for i in range(n):
-                    value = (<list>values)[i] if type(values) is list else (<tuple>values)[i]
-                    if not PyLong_CheckExact(value):
-                        return False
-                    target[start + i] = PyLong_AsLongLongAndOverflow(value, &overflow)
-                    if overflow:
+                    if not _to_int64(items[i], &target[start + i]):
                         return False
             return True
         if type(values) is range:
-            if len(values) > blocktable_longest or not -(2**62) < values.start < 2**62:
-                return False
-            n, first = len(values), values.start
-            if n > 1 and not -(2**40) < values.step < 2**40:
-                return False
-            step = values.step if n > 1 else 0
-            target.resize(start + n)
-            for i in range(n):
-                target[start + i] = first + i * step
-            return True
-        if not cnp.PyArray_CheckExact(values):
+            return self._take_range(values, target)
+        if not (cnp.PyArray_CheckExact(values) and cnp.PyArray_NDIM(<cnp.ndarray>values) == 1):
             return False
-        array = values
-        if cnp.PyArray_NDIM(array) != 1 or not cnp.PyArray_ISBEHAVED_RO(array):
+        return self._take_array(values, 0, target)
+
+    cdef bint _take_range(self, values, vector[int64_t]& target) except -1:
+        """Add the ints of a range; False where its ends are so far out that a sum with them may overflow."""
+        cdef int64_t first = 0, stop = 0, step = 0, n = 0, i
+        cdef size_t start = target.size()
+        if not (_to_far_int(values.start, &first) and _to_far_int(values.stop, &stop)):
             return False
-        return self._take_array(array, 0, target)
+        if not _to_far_int(values.step, &step):
+            return False
+        if step > 0 and stop > first:
+            n = (stop - first - 1) // step + 1
+        elif step < 0 and stop < first:
+            n = (first - stop - 1) // -step + 1
+        if n > LONGEST:
+            return False
+        target.resize(start + n)
+        for i in range(n):
+            target[start + i] = first + i * step
+        return True
 
     cdef bint _take_array(self, cnp.ndarray array, int64_t line, vector[int64_t]& target) except -1:
         """Add the ints of one line along an array's last axis; False where they are of another dtype."""
-        cdef int last = cnp.PyArray_NDIM(array) - 1, kind = cnp.PyArray_TYPE(array)
+        cdef int last = cnp.PyArray_NDIM(array) - 1
         cdef int64_t n = cnp.PyArray_DIM(array, last), stride = cnp.PyArray_STRIDE(array, last), i
         cdef size_t start = target.size()
         cdef char* data = <char*>cnp.PyArray_DATA(array)
-        if n > blocktable_longest:
+        if not cnp.PyArray_ISINTEGER(array):
+            return n == 0  # whatever holds no ints is nothing
+        if n > LONGEST or not cnp.PyArray_ISBEHAVED_RO(array):
             return False
         if last:
             data += line * cnp.PyArray_STRIDE(array, 0)
         target.resize(start + n)
         cdef int64_t* found = target.data() + start
-        if kind == cnp.NPY_INT64 or kind == cnp.NPY_LONGLONG:
-            _copy[int64_t](0, data, stride, n, found)
-        elif kind == cnp.NPY_INT32:
-            _copy[int32_t](0, data, stride, n, found)
-        elif kind == cnp.NPY_UINT32:
-            _copy[uint32_t](0, data, stride, n, found)
-        elif kind == cnp.NPY_INT16:
-            _copy[int16_t](0, data, stride, n, found)
-        elif kind == cnp.NPY_UINT16:
-            _copy[uint16_t](0, data, stride, n, found)
-        elif kind == cnp.NPY_INT8:
-            _copy[int8_t](0, data, stride, n, found)
-        elif kind == cnp.NPY_UINT8:
-            _copy[uint8_t](0, data, stride, n, found)
-        elif kind == cnp.NPY_UINT64 or kind == cnp.NPY_ULONGLONG:
-            _copy[uint64_t](0, data, stride, n, found)
+        cdef int size = cnp.PyArray_ITEMSIZE(array)
+        if cnp.PyArray_ISSIGNED(array):
+            if size == 8:
+                _copy(<const int64_t*>data, stride, n, found)
+            elif size == 4:
+                _copy(<const int32_t*>data, stride, n, found)
+            elif size == 2:
+                _copy(<const int16_t*>data, stride, n, found)
+            else:
+                _copy(<const int8_t*>data, stride, n, found)
+        elif size == 8:
+            _copy(<const uint64_t*>data, stride, n, found)
             for i in range(n):
                 if found[i] < 0:  # above 2**63
                     return False
+        elif size == 4:
+            _copy(<const uint32_t*>data, stride, n, found)
+        elif size == 2:
+            _copy(<const uint16_t*>data, stride, n, found)
         else:
-            return n == 0  # whatever holds no ints is nothing
+            _copy(<const uint8_t*>data, stride, n, found)
         return True
 
     cdef bint _take_row(self, row) except -1:
@@ -422,17 +473,16 @@ cdef class Operations:
         cdef int64_t g, i
         self.counts.clear()
         self.has_own_counts = False
-        if (type(counts) is list or type(counts) is tuple) and len(counts) and not PyLong_CheckExact(counts[0]):
+        if _is_nested(counts):
             if len(counts) != self.num_groups:
                 return False
             self.has_own_counts = True
-            for line in counts:
-                g = self.counts.size()
-                if not self._take_ints(line, self.counts) or self.counts.size() - g != self.rows.size():
+            for g in range(self.num_groups):
+                if not self._take_ints(_item(counts, g), self.counts):
+                    return False
+                if self.counts.size() != (g + 1) * self.rows.size():
                     return False
         elif cnp.PyArray_CheckExact(counts) and cnp.PyArray_NDIM(<cnp.ndarray>counts) == 2:
-            if not cnp.PyArray_ISBEHAVED_RO(<cnp.ndarray>counts):
-                return False
             if cnp.PyArray_DIM(<cnp.ndarray>counts, 0) != self.num_groups:
                 return False
             self.has_own_counts = True
@@ -460,41 +510,29 @@ cdef class Operations:
     cdef bint _take_ids(self, block_ids) except -1:
         """Take the ids of every group; `ends` says where each group's end."""
         cdef int64_t g
-        cdef cnp.ndarray array
         self.ids.clear()
-        if type(block_ids) is list or type(block_ids) is tuple:
-            if len(block_ids) == 0:
-                self.ends.assign(self.num_groups, 0)
-                return True
-            if self.num_groups == 1 and PyLong_CheckExact(block_ids[0]):
-                if not self._take_ints(block_ids, self.ids):
-                    return False
-                self.ends[0] = self.ids.size()
-                return self._are_ids_valid()
+        if block_ids is None or (_is_plain(block_ids) and len(block_ids) == 0):
+            self.ends.assign(self.num_groups, 0)
+            return True
+        if _is_nested(block_ids):
             if len(block_ids) != self.num_groups:
                 return False
-            g = 0
-            for line in tuple(block_ids):
+            for g in range(self.num_groups):
+                line = _item(block_ids, g)
                 if line is not None and not self._take_ints(line, self.ids):
                     return False
                 self.ends[g] = self.ids.size()
-                g += 1
-            return self._are_ids_valid()
-        if block_ids is None:
-            self.ends.assign(self.num_groups, 0)
-            return True
-        if cnp.PyArray_CheckExact(block_ids) and cnp.PyArray_NDIM(<cnp.ndarray>block_ids) == 2:
-            array = block_ids
-            if cnp.PyArray_DIM(array, 0) != self.num_groups or not cnp.PyArray_ISBEHAVED_RO(array):
+        elif cnp.PyArray_CheckExact(block_ids) and cnp.PyArray_NDIM(block_ids) == 2:
+            if cnp.PyArray_DIM(block_ids, 0) != self.num_groups:
                 return False
             for g in range(self.num_groups):
-                if not self._take_array(array, g, self.ids):
+                if not self._take_array(block_ids, g, self.ids):
                     return False
                 self.ends[g] = self.ids.size()
-            return self._are_ids_valid()
-        if self.num_groups != 1 or not self._take_ints(block_ids, self.ids):
-            return False
-        self.ends[0] = self.ids.size()
+        else:
+            if self.num_groups != 1 or not self._take_ints(block_ids, self.ids):
+                return False
+            self.ends[0] = self.ids.size()
         return self._are_ids_valid()
 
     cdef bint _are_ids_valid(self) noexcept:
@@ -535,7 +573,7 @@ cdef class Operations:
 
     cdef bint _append(self) except -1:
         if self.ids.empty():
-            return self.rows.size() == self.counts.size() or self.has_own_counts
+            return True
         if not self._fits(True):
             return False
         cdef int64_t n = self.rows.size(), g, i, cell, count, entry
@@ -605,8 +643,8 @@ cdef class Operations:
         for g in range(self.num_groups):
             for i in range(n):
                 is_fresh = is_fresh and self.mirror[g * self.num_rows + self.rows[i]] == 0
-                count = self._count_of(g, i)
-                most += 2 + count * self.groups[g].k
+                columns = self._count_of(g, i) * self.groups[g].k
+                most += 2 + (columns + 1) // 2  # two ranges of entries that differ have one between them that does not
         self.journal.make_room(2 * n * self.num_groups if is_fresh else most)
         for g in range(self.num_groups):
             for i in range(n):
@@ -690,15 +728,15 @@ cdef bint _is_constant(const int32_t* values, int64_t n) noexcept nogil:
 
 
 def append_equally(
-    cnp.ndarray rows,
-    cnp.ndarray counts,
-    cnp.ndarray ids,
-    cnp.ndarray tables,
+    cnp.ndarray rows not None,
+    cnp.ndarray counts not None,
+    cnp.ndarray ids not None,
+    cnp.ndarray tables not None,
     int64_t num_rows,
-    cnp.ndarray mirror,
-    cnp.ndarray offsets,
-    cnp.ndarray lengths,
-    cnp.ndarray values,
+    cnp.ndarray mirror not None,
+    cnp.ndarray offsets not None,
+    cnp.ndarray lengths not None,
+    cnp.ndarray values not None,
     int64_t size,
 ):
     """Add blocks to rows of all groups, for the tables of a drop-in, which has checked that there is room.
