@@ -352,6 +352,41 @@ def test_host_arrays_are_read_at_every_step(variants: frozenset[str]) -> None:
         assert driver.download(table.buffers.slot_mappings[0])[0] == slot
 
 
+@pytest.mark.parametrize("staged", ["auto", "copy"])
+@pytest.mark.parametrize("variants", [PLAIN, FUSED], ids=["plain", "fused"])
+def test_host_arrays_travel_in_one_copy_to_one_place(
+    variants: frozenset[str], staged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the launches of a step stay as they are, and kernels read no host memory. Rules: R9.2, R10.8, R21."""
+    monkeypatch.setenv("BLOCKTABLE_STAGING", staged)
+    table, driver = make(variants)
+    table.set_row(1, ([7, 9], [3]))
+    table.commit()
+    sent: list[tuple[int, int]] = []
+    right = driver.send
+
+    def send(block: Any, entries: int, stream: int) -> None:
+        sent.append((block.address, entries))
+        right(block, entries, stream)
+
+    monkeypatch.setattr(driver, "send", send)
+    launches = []
+    for turn in range(4 * CONFIG.steps_in_flight):
+        position = turn % 8
+        host = np.array([1], np.int32), np.array([0, 1], np.int32), np.array([position])
+        table.step(*host)
+        launches.append(next(iter(table._own_views.plans.values())).prepared.launches)
+        for array in host:
+            array[:] = 0  # the caller's again
+        if turn % 3 == 0:
+            slot = 28 + position if position < 4 else 32 + position
+            assert driver.download(table.buffers.slot_mappings[0])[0] == slot
+    assert set(sent) == {(sent[0][0], 5)}  # a position of 8 bytes, a row, two starts
+    assert len(sent) == len(launches)
+    assert all(each is launches[0] for each in launches)
+    assert len(table._own_views.plans) == 1
+
+
 # Streams and captures.
 
 

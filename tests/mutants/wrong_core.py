@@ -20,9 +20,10 @@ import blocktable.exports
 import blocktable.metadata
 import blocktable.table
 from blocktable import BlockTableConfig, ContextParallel, KVCacheGroup, RowCapacityError, Writes
-from blocktable.batches import BatchChecks
+from blocktable.batches import BatchChecks, StepPlan
 from blocktable.exports import ExportSets
 from blocktable.host_exports import export_on_host as export_on_host_of_the_core
+from blocktable.inputs import read_step as step_inputs
 from blocktable.metadata import Family, MetadataPlan
 from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
@@ -228,7 +229,7 @@ def a_failed_commit_forgets(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R10.10")
 def occupied_padding_rows_are_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BatchChecks, "_require_empty_rows", lambda self, start, stop, **options: None)
+    patch.setattr(BatchChecks, "require_empty_rows", lambda self, start, stop, **options: None)
 
 
 @_mutant("R15")
@@ -239,6 +240,57 @@ def tokens_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 @_mutant("R16")
 def int32_slots_of_any_cache(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockTableConfig, "_check_int32_slots", lambda self, index, group: None)
+
+
+@_mutant("R10.10")
+def padding_rows_are_looked_at_once(patch: pytest.MonkeyPatch) -> None:
+    right = StepPlan.__init__
+
+    def init(self: StepPlan, *arguments: Any, **options: Any) -> None:
+        right(self, *arguments, **options)
+        self.has_padding_rows = False
+
+    patch.setattr(StepPlan, "__init__", init)
+
+
+@_mutant("R17")
+def arrays_of_one_length_are_one_kind(patch: pytest.MonkeyPatch) -> None:
+    right = step_inputs
+
+    def read_step(arrays: Any) -> Any:
+        _, lengths, addresses = right(arrays)
+        return "any", lengths, addresses
+
+    patch.setattr(blocktable.table, "read_step", read_step)
+
+
+@_mutant("R17")
+def the_same_objects_are_the_same_arrays(patch: pytest.MonkeyPatch) -> None:
+    right, seen = step_inputs, {}
+
+    def read_step(arrays: Any) -> Any:
+        key = tuple(map(id, arrays))
+        if key not in seen:
+            seen[key] = arrays, right(arrays)
+        return seen[key][1]
+
+    patch.setattr(blocktable.table, "read_step", read_step)
+
+
+@_mutant("R17")
+def true_is_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(blocktable.table, "type", lambda size: None, raising=False)
+
+
+@_mutant("R17")
+def a_plan_keeps_its_arrays(patch: pytest.MonkeyPatch) -> None:
+    right, kept = StepPlan.__init__, []
+
+    def init(self: StepPlan, batch: Any, *arguments: Any, **options: Any) -> None:
+        kept.append(batch)
+        right(self, batch, *arguments, **options)
+
+    patch.setattr(StepPlan, "__init__", init)
 
 
 @_mutant("R18")
