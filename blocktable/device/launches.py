@@ -11,6 +11,7 @@ import numpy as np
 
 from blocktable.config import BlockTableConfig
 from blocktable.device.driver import Driver, HostBlock
+from blocktable.device.graph import NativeKernel
 from blocktable.device.signatures import (
     PLAIN_KERNELS,
     Grid,
@@ -115,6 +116,7 @@ class Launches:
         driver: the device.
         arena: [arena.size] int32. The table's memory.
         by_value: whether changes that fit travel in a launch's own parameters, where the backend has such kernels.
+        is_native: whether its kernels may be nodes of a graph, and so be launched by the driver's own call.
 
     Attributes:
         has_step_batch: whether gather and slots have a kernel of their own in a fused step.
@@ -125,8 +127,11 @@ class Launches:
         most_by_value: int32 entries of the largest changes that travel in a launch's own parameters; 0: none do.
     """
 
-    def __init__(self, config: BlockTableConfig, driver: Driver, arena: Any, *, by_value: bool) -> None:
+    def __init__(
+        self, config: BlockTableConfig, driver: Driver, arena: Any, *, by_value: bool, is_native: bool = False
+    ) -> None:
         self._config, self._driver = config, driver
+        self._is_native = is_native
         self._features = needed_features(config)
         self._kernels: dict[tuple[str, str], Any] = {}
         self._groups = driver.upload(config.group_fields().reshape(-1))
@@ -172,7 +177,8 @@ class Launches:
             features = self._features | ({"OVERLAPS"} if self._driver.overlaps and self.has_step_batch else set())
             options = KernelOptions(key[1], known_features(name, features))
             with self._driver.current():
-                self._kernels[key] = self._driver.kernel(name, options)
+                kernel = self._driver.kernel(name, options)
+            self._kernels[key] = NativeKernel(kernel) if self._is_native else kernel
         return self._kernels[key]
 
     def launch(self, name: str, arguments: tuple[int, ...], dtype: str | None = None) -> Launch:

@@ -61,6 +61,11 @@ class CompiledRows(NumpyRows):
     def has_changes(self) -> bool:
         return self.journal.size > 0
 
+    def committed(self) -> int:
+        self._operations.committed(self.committed_filled)
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return num_bytes
+
     def pack_changes(self, block: IntArray) -> int:
         used: int
         used, num_bytes = self._operations.pack_changes(block, self._most_packed)
