@@ -43,8 +43,3 @@ def output_digest(arrays: Iterable[IntArray]) -> bytes:
         digest.update(f"{array.dtype.str}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
-
-
-def chain_digests(all_before: bytes, digest: bytes) -> bytes:
-    """Return the digest of everything so far and of one more step."""
-    return hashlib.blake2b(all_before + digest, digest_size=16).digest()
