@@ -72,7 +72,7 @@ class Lane:
         self.findings: Findings = Findings()
         self.host_us: array[float] = array("d")
         self.bytes_sent: array[int] = array("q")
-        self.slot_digest = 0
+        self.slot_digest: bytes = b""
         self.output_digest: bytes = b""
         self._elapsed_ns = 0
         self._bytes_before = 0
