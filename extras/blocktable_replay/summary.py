@@ -37,7 +37,11 @@ def summarise(result: ReplayResult, command: str) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,
-        "versions": versions(),
+        "versions": {
+            "blocktable": importlib.metadata.version("blocktable"),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
         "trace": result.source | {"is_whole": result.is_whole},
         "options": result.options,
         "config": _config(result),
@@ -47,15 +51,6 @@ def summarise(result: ReplayResult, command: str) -> dict[str, Any]:
         "mismatches": result.num_mismatches,
         "notes": result.notes,
         "wall_seconds": round(result.wall_s, 3),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a number depends on."""
-    return {
-        "blocktable": importlib.metadata.version("blocktable"),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
     }
 
 
