@@ -43,7 +43,7 @@ def _paragraph(info: BackendInfo) -> list[str]:
         return [heading, f"  not available: {error}"]
     except Exception as error:  # anything may go wrong inside a stranger's import
         return [heading, f"  not available: it raised {type(error).__name__}: {error}"]
-    return [heading, f"  available: {_text(backend, 'description', info.name)}", *_abilities(backend)]
+    return [heading, f"  available: {getattr(backend, 'description', info.name)}", *_abilities(backend)]
 
 
 def _abilities(backend: Backend) -> list[str]:
@@ -54,7 +54,3 @@ def _abilities(backend: Backend) -> list[str]:
     fallbacks = tuple(getattr(backend, "fallbacks", ()))
     lines += [f"  fallback: {sentence}" for sentence in fallbacks] or ["  fallbacks: none"]
     return lines
-
-
-def _text(backend: Backend, attribute: str, default: str) -> str:
-    return str(getattr(backend, attribute, default))

@@ -312,11 +312,6 @@ GROUP_FIELDS = (
 """What a kernel must know of a group, in the order of `BlockTableConfig.group_fields`."""
 
 
-def overread_columns(width: int, kernel_block_size: int) -> int:
-    """Return how many NULL columns must follow the last row, so that a kernel's whole tiles stay inside the buffer."""
-    return 0 if width * kernel_block_size % OVERREAD_TOKENS == 0 else -(-OVERREAD_TOKENS // kernel_block_size)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockTableConfig:
     """Everything that fixes the geometry and the memory of a table.
@@ -486,7 +481,9 @@ class BlockTableConfig:
         offsets, end = [], len(self.groups) * num_rows
         for group, width in zip(self.groups, widths, strict=True):
             offsets.append(-(-end // ARENA_ALIGNMENT) * ARENA_ALIGNMENT)
-            end = offsets[-1] + num_rows * width + overread_columns(width, group.tokens_per_column)
+            end = offsets[-1] + num_rows * width
+            if width * group.tokens_per_column % OVERREAD_TOKENS:  # a kernel's whole tiles must stay inside the buffer
+                end += -(-OVERREAD_TOKENS // group.tokens_per_column)
         fillers = tuple(group.filler for group in self.groups)
         return Arena(end, len(self.groups), num_rows, tuple(offsets), widths, fillers)
 

@@ -249,7 +249,7 @@ class ExportCalls(Inspection):
         self._checks.require_device(positions)
         handle = self._stream(stream, rows)
         if out is None:
-            self._exports.refuse_allocation(handle)
+            self._exports.refuse_capture(None, handle)
             dtype: Any = self.config.slot_dtype
             target = self.backend.from_host(np.full(shape, -1, dtype), self.device)
         else:

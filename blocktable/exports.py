@@ -373,23 +373,16 @@ class ExportSets:
             self._store.export(out.layout, batch, out, stream=None)
         self._backend.synchronize(self._device)
 
-    def refuse_capture(self, layout: Layout, stream: int | None) -> None:
-        """Refuse to make buffers on a capturing stream, which shows by a write of nothing (R21)."""
+    def refuse_capture(self, layout: Layout | None, stream: int | None) -> None:
+        """Refuse to make buffers of a layout, or the array of `map_positions`, on a capturing stream (R21)."""
         try:
-            self._store.write(no_writes(self._config.arena), stream=stream)
+            self._store.write(no_writes(self._config.arena), stream=stream)  # of nothing: it raises there
         except BlockTableError as error:
             raise BlockTableError(
                 f"Buffers of layout {layout.name!r} cannot be made inside a capture: export once before it, or call "
                 "create_export() before it and pass its result as out=."
-            ) from error
-
-    def refuse_allocation(self, stream: int | None) -> None:
-        """Refuse to make a new array on a capturing stream."""
-        try:
-            self._store.write(no_writes(self._config.arena), stream=stream)
-        except BlockTableError as error:
-            raise BlockTableError(
-                "map_positions() without out= allocates, which a capture cannot: pass out=."
+                if layout
+                else "map_positions() without out= allocates, which a capture cannot: pass out=."
             ) from error
 
     def reset(self, stream: int | None) -> None:

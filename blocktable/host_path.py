@@ -33,6 +33,7 @@ class HostPath(Protocol):
     own are rows that `check_rows` returned.
 
     Attributes:
+        mirror: [arena.size] int32. What the device holds after a commit; it follows every operation.
         filled: [num_groups, num_rows] int32. Columns in use of each row; up to date after every operation.
         committed_filled: [num_groups, num_rows] int32. The same as of the last commit; -1: not known (R24).
         columns_per_block: [num_groups, 1] int64.
@@ -40,6 +41,7 @@ class HostPath(Protocol):
     Rules: R4-R9.
     """
 
+    mirror: IntArray
     filled: IntArray
     committed_filled: IntArray
     columns_per_block: IntArray
@@ -47,16 +49,6 @@ class HostPath(Protocol):
     @property
     def journal(self) -> Changes:
         """What has changed since the last commit."""
-
-    @property
-    def mirror(self) -> IntArray:
-        """[arena.size] int32. What the device holds after a commit. Valid until the next operation."""
-
-    def watch(self) -> IntArray:
-        """Return the mirror, which from now on follows every operation: the caller keeps a view of it."""
-
-    def warmup(self) -> None:
-        """Compile what a later call needs. Modifies no row."""
 
     # Operations.
 
@@ -132,9 +124,6 @@ class HostPath(Protocol):
             dst: [n] int64. Distinct rows.
             vacate: whether rows move.
         """
-
-    def occupied_rows(self) -> IntArray:
-        """Return the rows that hold a block in any group, [n] int64."""
 
     def invalidate(self) -> None:
         """Mark everything as changed, as one range."""

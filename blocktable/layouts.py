@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -30,20 +31,20 @@ Kind = Literal[
 ]
 StateColumns = Literal["first", "last", "aligned"]
 
-KINDS: dict[Kind, str] = {
-    "table": "a row of block ids for each request",
-    "kv_offsets": "two such rows, one for K and one for V",
-    "csr": "all requests' blocks in one row, and where each request's begin",
-    "token_csr": "all requests' slots in one row, and where each request's begin",
-    "lengths": "how many tokens of each request this rank holds",
-    "inverse_map": "for each request, the column of every block of the cache",
-    "state": "the blocks that hold each request's states",
-    "placeholder": "zeros, for layers that read no cache",
-    "ring": "a ring as attention reads it: its columns repeated over true positions",
-    "token_requests": "the request of each token, and where each request's tokens begin",
-    "block_requests": "the request of each block of a CSR",
+KINDS: dict[Kind, tuple[str, str]] = {
+    "table": ("B M", "a row of block ids for each request"),
+    "kv_offsets": ("B 2 M", "two such rows, one for K and one for V"),
+    "csr": ("n", "all requests' blocks in one row, and where each request's begin"),
+    "token_csr": ("n", "all requests' slots in one row, and where each request's begin"),
+    "lengths": ("B", "how many tokens of each request this rank holds"),
+    "inverse_map": ("B N", "for each request, the column of every block of the cache"),
+    "state": ("B S", "the blocks that hold each request's states"),
+    "placeholder": ("B 1", "zeros, for layers that read no cache"),
+    "ring": ("B M", "a ring as attention reads it: its columns repeated over true positions"),
+    "token_requests": ("T", "the request of each token, and where each request's tokens begin"),
+    "block_requests": ("n", "the request of each block of a CSR"),
 }
-"""Kind of a layout -> what it holds."""
+"""Kind of a layout -> the shape of its entries where it says no other, and what it holds."""
 
 ALWAYS_MINUS_1: tuple[Kind, ...] = ("inverse_map", "token_requests", "block_requests")
 """Kinds whose `null` is -1: 0 is one of their entries."""
@@ -59,8 +60,8 @@ class Layout:
         kind: what it holds; one of `KINDS`.
         source: where its rules were read.
         dtype: of the entries.
-        shape: of a group's entries. B batch rows, M columns, N kernel blocks of the cache, S state columns, n entries,
-            T tokens.
+        shape: of a group's entries; empty: as `KINDS` says. B batch rows, M columns, N kernel blocks of the cache, S
+            state columns, n entries, T tokens.
         null: entry of a place that holds no block. -1: the consumer tests for it. None: it reads entries past the
             length, and wants a valid address there: the group's filler, or kernel block 0 where that is -1.
         block_multiple: `kernel_block_size` must be a multiple of it.
@@ -85,7 +86,7 @@ class Layout:
     kind: Kind
     source: str = ""
     dtype: Literal["int32", "int64"] = "int32"
-    shape: tuple[str, ...] = ("B", "M")
+    shape: tuple[str, ...] = ()
     null: int | None = None
     block_multiple: int = 1
     block_sizes: tuple[int, ...] = ()
@@ -114,6 +115,8 @@ class Layout:
         if self.value_offset < 0:
             raise ConfigError(f"Layout {self.name!r}: value_offset must be at least 0, got {self.value_offset}.")
         self._check_kind()
+        if not self.shape:
+            object.__setattr__(self, "shape", tuple(KINDS[self.kind][0].split()))
 
     def _check_kind(self) -> None:
         """Refuse fields that the kind does not know: they would be ignored."""
@@ -212,7 +215,6 @@ FLASHINFER = Layout(
     name="flashinfer",
     consumer="FlashInfer, BatchDecode/BatchPrefill/BatchMLA wrappers with a paged cache (FA2 and FA3)",
     kind="csr",
-    shape=("n",),
     contiguity="strict",
     source="flashinfer-ai/flashinfer: flashinfer/decode.py, flashinfer/prefill.py",
     note="plan() wants indptr on the host too; under CUDA graphs the indices' buffer stays the same",
@@ -240,7 +242,6 @@ TRTLLM_GEN_KV = Layout(
     name="trtllm_gen_kv",
     consumer="trtllm-gen attention with separate K and V entries, through FlashInfer",
     kind="kv_offsets",
-    shape=("B", "2", "M"),
     block_sizes=(16, 32, 64),
     contiguity="strict",
     source="flashinfer-ai/flashinfer: flashinfer/decode.py",
@@ -297,7 +298,6 @@ FLEX_ATTENTION = Layout(
     name="flex_attention",
     consumer="FlexAttention as vLLM uses it: the mask asks which column a block is",
     kind="inverse_map",
-    shape=("B", "N"),
     null=-1,
     block_multiple=16,
     source="vLLM: v1/attention/backends/flex_attention.py",
@@ -315,7 +315,6 @@ TENSORRT_LLM = Layout(
     name="tensorrt_llm",
     consumer="TensorRT-LLM attention, kv_cache_block_offsets [pools, B, 2, M]",
     kind="kv_offsets",
-    shape=("B", "2", "M"),
     power_of_two=True,
     contiguity="strict",
     source="NVIDIA/TensorRT-LLM: cpp/include/tensorrt_llm/kernels/kvCacheIndex.h",
@@ -325,7 +324,6 @@ AITER_MLA = Layout(
     name="aiter_mla",
     consumer="AITER MLA decode (ROCm): page size 1, expanded",
     kind="token_csr",
-    shape=("n",),
     contiguity="strict",
     source="vLLM: v1/attention/backends/mla/rocm_aiter_mla.py",
 )
@@ -365,7 +363,6 @@ SPECULATIVE_STATE = Layout(
     name="speculative_state",
     consumer="state layers with speculative decoding: a state for each token that may be accepted",
     kind="state",
-    shape=("B", "S"),
     null=-1,
     state_columns="last",
     source="vLLM: v1/attention/backends/gdn_attn.py",
@@ -375,7 +372,6 @@ ALIGNED_STATE = Layout(
     name="aligned_state",
     consumer="state layers with prefix caching: the state at the sequence's last token, and the ones behind it",
     kind="state",
-    shape=("B", "S"),
     null=-1,
     state_columns="aligned",
     source="vLLM: v1/attention/backends/utils.py, mamba_get_block_table_tensor",
@@ -385,14 +381,12 @@ ENCODER_ONLY = Layout(
     name="encoder_only",
     consumer="encoder-only layers, which read no cache",
     kind="placeholder",
-    shape=("B", "1"),
     source="vLLM: v1/worker/gpu_model_runner.py",
 )
 LOCAL_LENGTHS = Layout(
     name="local_lengths",
     consumer="decode context parallelism: sequence lengths of this rank",
     kind="lengths",
-    shape=("B",),
     source="vLLM: v1/attention/backends/utils.py, get_dcp_local_seq_lens",
 )
 # Plain names: what an attention kernel of your own reads, with no rule of anybody's.
@@ -401,7 +395,6 @@ CSR = Layout(
     name="csr",
     consumer="any kernel that walks the blocks of all requests by a CSR",
     kind="csr",
-    shape=("n",),
     contiguity="strict",
     source="this contract, R27",
 )
@@ -409,7 +402,6 @@ TOKEN_CSR = Layout(
     name="token_csr",
     consumer="any kernel that walks the slots of all requests by a CSR",
     kind="token_csr",
-    shape=("n",),
     contiguity="strict",
     source="this contract, R28",
     note="its capacity counts tokens: create_export(capacity=...) of the largest batch",
@@ -425,7 +417,6 @@ TOKEN_REQUESTS = Layout(
     name="token_requests",
     consumer="kernels that want the request of each token, such as FlashInfer's append_paged_kv_cache (batch_indices)",
     kind="token_requests",
-    shape=("T",),
     null=-1,
     contiguity="strict",
     source="this contract, R35",
@@ -435,7 +426,6 @@ BLOCK_REQUESTS = Layout(
     name="block_requests",
     consumer="kernels that walk blocks and want the request of each, beside a CSR of the same batch",
     kind="block_requests",
-    shape=("n",),
     null=-1,
     contiguity="strict",
     source="this contract, R35",
@@ -582,10 +572,6 @@ def check_block_size(group: KVCacheGroup, layouts: Sequence[Layout]) -> None:
 
 def _block_size_clashes(choices: Sequence[int], layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Layout]]:
     """Yield pairs of layouts that no block size serves; a layout with itself first."""
-    for one in layouts:
-        if not any(one.takes_block_size(choice) for choice in choices):
-            yield one, one
-    for index, one in enumerate(layouts):
-        for other in layouts[index + 1 :]:
-            if not any(one.takes_block_size(choice) and other.takes_block_size(choice) for choice in choices):
-                yield one, other
+    for one, other in chain(zip(layouts, layouts, strict=True), combinations(layouts, 2)):
+        if not any(one.takes_block_size(choice) and other.takes_block_size(choice) for choice in choices):
+            yield one, other

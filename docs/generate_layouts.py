@@ -160,7 +160,7 @@ def page() -> str:
         "\n## The kinds\n",
         "| kind | what it holds | |",
         "| --- | --- | --- |",
-        *(f"| {kind} | {text} | {KIND_NOTES[kind]} |" for kind, text in KINDS.items()),
+        *(f"| {kind} | {text} | {KIND_NOTES[kind]} |" for kind, (_, text) in KINDS.items()),
         KERNELS,
         VLLM + vllm_widths(),
     ]

@@ -162,7 +162,7 @@ def test_backends_names_the_host_path(monkeypatch: pytest.MonkeyPatch, capsys: p
 
     def said(choice: str, module: object, reason: str | None) -> str:
         monkeypatch.setenv(host_path.HOST_PATH_VARIABLE, choice)
-        monkeypatch.setattr(host_path, "_load", lambda: (module, reason))
+        monkeypatch.setattr(host_path, "_load", lambda name: (module, reason))
         assert cli.main(["backends"]) == 0
         return capsys.readouterr().out.splitlines()[-1]
 

@@ -13,8 +13,6 @@ from blocktable.device.store import DeviceStore
 from blocktable.errors import ArgumentError
 from blocktable.protocols import Array, IntArray
 
-Stagings = dict[tuple[Any, str], Any]
-
 
 class DeviceBackend:
     """A backend whose store and slot mapper are the core's. A subclass brings a name and drivers.
@@ -34,7 +32,7 @@ class DeviceBackend:
 
     def __init__(self, *, is_emulated: bool) -> None:
         self.is_emulated: bool = is_emulated
-        self._drivers: Stagings = {}
+        self._drivers: dict[tuple[Any, str], Any] = {}  # (place, way of staging) -> driver
 
     # What a subclass says.
 

@@ -33,6 +33,7 @@ class EmulatedCapture:
         origin: the stream that it began on.
         joined: every stream whose work is part of it now.
         problem: what has broken it, in CUDA's words; empty: nothing.
+        work: what a replay does, in order.
     """
 
     def __init__(self, origin: int) -> None:
@@ -40,15 +41,11 @@ class EmulatedCapture:
         self.joined: set[int] = {origin}
         self.unjoined: set[int] = set()
         self.problem = ""
-        self._work: list[Callable[[], None]] = []
-
-    def add(self, work: Callable[[], None]) -> None:
-        """Keep a piece of work for the replays."""
-        self._work.append(work)
+        self.work: list[Callable[[], None]] = []
 
     def replay(self) -> None:
         """Run the graph."""
-        for work in self._work:
+        for work in self.work:
             work()
 
 
@@ -98,7 +95,7 @@ class EmulatedStreams:
             return
         if stream != capture.origin:
             capture.unjoined.add(stream)
-        capture.add(work)
+        capture.work.append(work)
 
     def wait_for(self, stream: int, event: EmulatedCapture | None, origin: int) -> None:
         """Make a stream wait for an event on the stream `origin`: the capture that its work went into."""

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from blocktable_replay.plots import draw_all, matplotlib_version
+import matplotlib as mpl
+
+from blocktable_replay.plots import draw_all
 from blocktable_replay.result import ReplayResult
 from blocktable_replay.summary import findings, headline, label, shown, side_by_side, verdict
 
@@ -96,7 +98,7 @@ def _findings(summary: dict[str, Any]) -> str:
 
 def _origin(summary: dict[str, Any]) -> str:
     config, options = summary["config"], summary["options"]
-    versions = summary["versions"] | {"matplotlib": matplotlib_version()}
+    versions = summary["versions"] | {"matplotlib": mpl.__version__}
     facts = [
         ("command", summary["command"]),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),

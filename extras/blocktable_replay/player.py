@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def calls_of(frames: Iterator[Frame]) -> Iterator[Call]:
     """Join each call with the frames that say how it ended."""
     waiting: Frame | None = None
     ends: dict[str, Any] = {}
-    for frame in frames:
+    for frame in chain(frames, [Frame("end", ())]):
         if frame.name == "raised":
             ends["raised"] = frame.values[0].decode(errors="replace")
         elif frame.name == "digest":
@@ -48,8 +49,6 @@ def calls_of(frames: Iterator[Frame]) -> Iterator[Call]:
             if waiting is not None:
                 yield Call(waiting.name, waiting.values, **ends)
             waiting, ends = frame, {}
-    if waiting is not None:
-        yield Call(waiting.name, waiting.values, **ends)
 
 
 class Player(Run):

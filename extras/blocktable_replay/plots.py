@@ -139,8 +139,3 @@ def _line(axes: Axes, time: Floats, values: Sequence[float], colour: str, name: 
         bounds = (np.where(is_empty, np.nan, bound.reduceat(heights, firsts)) for bound in (np.minimum, np.maximum))
         lowest, highest = (np.append(bound, bound[-1]) for bound in bounds)
         axes.fill_between(edges, lowest, highest, step="post", color=colour, alpha=0.22, linewidth=0)
-
-
-def matplotlib_version() -> Any:
-    """Return the version that drew the page."""
-    return mpl.__version__

@@ -169,7 +169,12 @@ def _mooncake_parser(source: str, notes: list[str]) -> Callable[[str], Request]:
     known = set(MOONCAKE_FIELDS)
 
     def parse(text: str) -> Request:
-        entry = _json_object(text)
+        try:
+            entry = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _WrongLineError(f"{_shown(text)} is no JSON: {error}") from None
+        if not isinstance(entry, dict):
+            raise _WrongLineError(f"{_shown(text)} is no JSON object")
         unknown = [name for name in entry if name not in known]
         if unknown:
             known.update(unknown)
@@ -183,16 +188,6 @@ def _mooncake_parser(source: str, notes: list[str]) -> Callable[[str], Request]:
         return arrival, input_length, output_length, _hash_ids(entry["hash_ids"], input_length)
 
     return parse
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _WrongLineError(f"{_shown(text)} is no JSON: {error}") from None
-    if not isinstance(entry, dict):
-        raise _WrongLineError(f"{_shown(text)} is no JSON object")
-    return entry
 
 
 def _hash_ids(values: Any, input_length: int) -> IntArray:

@@ -48,6 +48,14 @@ class BlockRecord:
         blocks = self.blocks[group]
         return blocks.reshape(-1)[ranges(handles * blocks.shape[1] + starts, counts)]
 
+    def copy(self, other: BlockRecord, src: IntArray, dst: IntArray) -> None:
+        """Replace what each handle dst[i] has by what src[i] has in another record, or in this one before the call."""
+        counts = other.counts[:, src]
+        for blocks, theirs, sizes in zip(self.blocks, other.blocks, counts, strict=True):
+            longest = int(sizes.max(initial=0))
+            blocks[dst, :longest] = theirs[src, :longest]
+        self.counts[:, dst] = counts
+
     def remap(self, group: int, old_ids: IntArray, new_ids: IntArray) -> None:
         """Make block `old_ids[i]` block `new_ids[i]` wherever it stands, all at once.
 

@@ -68,12 +68,10 @@ class LiveRequests:
         self.remembered: IntArray = np.zeros(size, np.int64)
         self.sharable: IntArray = np.zeros(size, np.int64)
         self.must_fork: IntArray = np.zeros(size, np.bool_)
-        self._requests: list[Request | None] = [None] * size
+        self._requests: dict[int, Request] = {}
 
     def __getitem__(self, handle: int) -> Request:
-        request = self._requests[handle]
-        assert request is not None
-        return request
+        return self._requests[handle]
 
     def enter(self, request: Request, num_computed: int, sharable: int) -> int:
         """Give a request a handle and set its state."""
@@ -92,10 +90,9 @@ class LiveRequests:
 
     def leave(self, handle: int) -> Request:
         """Free a handle and return its request, which knows what it needs to come back."""
-        request = self[handle]
+        request = self._requests.pop(handle)
         request.num_generated = int(self.generated[handle])
         request.must_fork = bool(self.must_fork[handle])
-        self._requests[handle] = None
         self.uids[handle] = NO_REQUEST
         self.free_handles.append(handle)
         return request

@@ -50,11 +50,7 @@ class RowModel:
     def commit(self) -> None:
         """Let kernels see what the host has."""
         rows = np.flatnonzero(self._changed)
-        counts = self.host.counts[:, rows]
-        for group, (seen, blocks) in enumerate(zip(self.committed.blocks, self.host.blocks, strict=True)):
-            longest = int(counts[group].max(initial=0))
-            seen[rows, :longest] = blocks[rows, :longest]
-        self.committed.counts[:, rows] = counts
+        self.committed.copy(self.host, rows, rows)
         self._changed[:] = False
 
     def holders(self) -> list[IntArray]:
@@ -97,12 +93,7 @@ class RowModel:
         self.host.counts[:, np.asarray(dst, np.int64)] = counts
 
     def _copy_rows(self, src: Any, dst: Any) -> None:
-        source, target = np.asarray(src, np.int64), self._change(dst)
-        counts = self.host.counts[:, source]
-        for group, blocks in enumerate(self.host.blocks):
-            longest = int(counts[group].max(initial=0))
-            blocks[target, :longest] = blocks[source, :longest]
-        self.host.counts[:, target] = counts
+        self.host.copy(self.host, np.asarray(src, np.int64), self._change(dst))
 
     def _replace_block_ranges(self, rows: Any, group: int, starts: Any, block_ids: Any, counts: Any) -> None:
         ids = _one_group(block_ids)

@@ -16,6 +16,7 @@ from blocktable_replay.result import ReplayResult
 SCHEMA_VERSION = 1
 """Of `--json`; docs/replay.md describes it."""
 
+SIZES = ("max_num_reqs", "num_rows", "max_num_batched_tokens", "max_model_len", "lookahead_tokens")
 SIDE_BY_SIDE = (
     "mismatches",
     "host_us_p50",
@@ -36,7 +37,11 @@ def summarise(result: ReplayResult, command: str) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,
-        "versions": versions(),
+        "versions": {
+            "blocktable": importlib.metadata.version("blocktable"),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
         "trace": result.source | {"is_whole": result.is_whole},
         "options": result.options,
         "config": _config(result),
@@ -49,25 +54,12 @@ def summarise(result: ReplayResult, command: str) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a number depends on."""
-    return {
-        "blocktable": importlib.metadata.version("blocktable"),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
 def _config(result: ReplayResult) -> dict[str, Any]:
     config = result.config
     return {
         "groups": [as_pairs(group) for group in config.groups],
         "widths": list(config.arena.widths),
-        "max_num_reqs": config.max_num_reqs,
-        "num_rows": config.num_rows,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "max_model_len": config.max_model_len,
-        "lookahead_tokens": config.lookahead_tokens,
+        **{name: getattr(config, name) for name in SIZES},
         "context_parallel": as_pairs(config.context_parallel) or "none",
         "fingerprint": config.fingerprint(),
     }
@@ -96,7 +88,7 @@ def _lane(lane: Lane) -> dict[str, Any]:
         "host_us_p99": _percentile(lane.host_us, 99),
         "bytes_sent_per_step_mean": _mean(lane.bytes_sent),
         "bytes_sent_per_step_p99": _percentile(lane.bytes_sent, 99),
-        "slot_digest": f"{lane.slot_digest:016x}" if lane.slot_digest else None,
+        "slot_digest": lane.slot_digest.hex() or None,
         "output_digest": lane.output_digest.hex() or None,
     }
 

@@ -53,20 +53,13 @@ class PlainTable:
     __state_type__: Any = State
     __blocktable__: Any
 
-    max_num_reqs: int
-    max_num_batched_tokens: int
     max_num_blocks_per_req: int
-    pin_memory: bool
-    device: Any
     block_size: int
     pcp_world_size: int
     pcp_rank: int
     dcp_world_size: int
     dcp_rank: int
-    cp_kv_cache_interleave_size: int
-    block_table: Any
     num_blocks_per_row: Any
-    slot_mapping: Any
 
     _clears_source = False
 
@@ -400,10 +393,6 @@ class NoGroups:
 
     has_own_rows = False
     has_own_slots = False
-
-    def queue(self, block_ids: Any, row: Any) -> bool:
-        """Take an append to no group."""
-        return True
 
 
 class PlainMulti:

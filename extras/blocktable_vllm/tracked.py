@@ -111,12 +111,10 @@ class TrackedMulti(PlainMulti):
             RowCapacityError: a group's row cannot hold them; no group was changed.
         """
         state = self.__blocktable__
-        if state.queue(block_ids, row_idx):
-            return
-        if state.has_own_rows:
-            change_row(state, self.block_tables, block_ids, row_idx, replaces=False)
-        else:
+        if not state.has_own_rows:
             super().append_row(block_ids, row_idx)
+        elif not state.queue(block_ids, row_idx):
+            change_row(state, self.block_tables, block_ids, row_idx, replaces=False)
 
     def add_row(self, block_ids: Any, row_idx: int) -> None:
         """Replace what a row holds. Args and errors: as `append_row`."""

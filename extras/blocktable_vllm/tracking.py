@@ -139,7 +139,7 @@ class TrackedState(State):
     def _make_room(self, row: Any) -> int:
         """Return how many blocks fit into a row in every group, 0 where appends cannot be queued."""
         self._settle_counts()
-        if self._is_shown or row < 0 or not self.has_own_rows:
+        if self._is_shown or row < 0:
             return 0
         if row in self._queued:
             self.flush()
