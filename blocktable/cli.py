@@ -120,7 +120,3 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"blocktable {importlib.metadata.version('blocktable')}")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

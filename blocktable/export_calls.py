@@ -9,7 +9,7 @@ import numpy as np
 
 from blocktable.batches import BatchChecks, PlannedExport
 from blocktable.checks import array_spec, non_negative, vector_length
-from blocktable.config import INT32_LIMIT, BlockTableConfig
+from blocktable.config import INT32_LIMIT
 from blocktable.errors import ArgumentError, DtypeError
 from blocktable.exports import (
     RING_AND_REQUEST_KINDS,
@@ -20,43 +20,25 @@ from blocktable.exports import (
     require_inputs,
 )
 from blocktable.host_exports import check_capacity, export_on_host
-from blocktable.host_path import HostPath
 from blocktable.inputs import without_torch_modes
+from blocktable.inspection import Inspection
 from blocktable.layouts import Layout, find_layout
-from blocktable.protocols import Array, Backend, Batch, BlockStore, ExportBuffers, StepBuffers
+from blocktable.protocols import Array, Batch, ExportBuffers, StepBuffers
 from blocktable.views import BufferViews
 
 
-class ExportCalls:
-    """What hands a table's rows to kernels in other forms than the batch table.
+class ExportCalls(Inspection):
+    """What hands a table's rows to kernels in other forms than the batch table."""
 
-    Attributes:
-        config: the geometry.
-        backend: the backend object.
-        device: what the backend calls a device.
-        store: the backend's memory.
-    """
-
-    config: BlockTableConfig
-    backend: Backend
-    device: Any
-    store: BlockStore
-    _rows: HostPath
     _checks: BatchChecks
     _views: BufferViews
     _exports: ExportSets
     _num_commits: int
 
-    def _require(self, capability: str, what: str) -> None:
-        raise NotImplementedError
-
     def _stream(self, stream: Any, array: Array | None) -> int | None:
         raise NotImplementedError
 
     def _buffers(self, out: StepBuffers | None) -> StepBuffers:
-        raise NotImplementedError
-
-    def _group_index(self, group: int) -> int:
         raise NotImplementedError
 
     @without_torch_modes
@@ -155,16 +137,8 @@ class ExportCalls:
             self._require("export_parts", "export(first_tokens=)")
         require_inputs(found, seq_lens, query_start_loc, num_tokens_padded)
         batch = self._checks.batch(
-            *(
-                idx_mapping,
-                query_start_loc,
-                None,
-                num_reqs,
-                num_reqs_padded,
-                num_computed_tokens,
-                seq_lens,
-                first_tokens,
-            ),
+            *(idx_mapping, query_start_loc, None, num_reqs, num_reqs_padded, num_computed_tokens),
+            *(seq_lens, first_tokens),
             most=out.max_batch if isinstance(out, ExportBuffers) else None,
         )
         check_first_tokens(self.config, found, chosen, batch)

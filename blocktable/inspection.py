@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
-from blocktable.errors import ArgumentError, BlockTableError
+from blocktable.errors import ArgumentError, BlockTableError, UnsupportedError
 from blocktable.host_path import HostPath
-from blocktable.protocols import Backend, BlockStore, IntArray
+from blocktable.protocols import Array, Backend, BlockStore, IntArray
 
 FIRST_LOOK = 64
-"""Blocks of each row that `num_common_blocks` compares first; then four times as many, and so on."""
+"""Blocks of each row that `common_blocks` compares first; then four times as many, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,51 +34,161 @@ class SlotLocation:
     rows: tuple[tuple[int, int, int], ...]
 
 
-def verify(config: BlockTableConfig, backend: Backend, store: BlockStore, rows: HostPath) -> None:
-    """Do what `BlockTable.verify` says."""
-    arena = config.arena
-    pending = np.zeros(arena.size, np.bool_)
-    for offset, length in zip(*(array.tolist() for array in rows.pending_ranges()), strict=True):
-        pending[offset : offset + length] = True
-    for group in range(-1, len(config.groups)):
-        expected = arena.view(rows.mirror, group)
-        got = backend.to_host(store.table(group))
-        wrong = np.argwhere((got != expected) & ~arena.view(pending, group))
-        if wrong.size:
-            row, column = wrong[0]
-            where = (
-                f"group {row}, filled columns of row {column}"
-                if group < 0
-                else f"group {group}, row {row}, column {column}"
-            )
-            raise BlockTableError(
-                f"The device differs from the host at {where}: it holds {got[row, column]}, the host "
-                f"{expected[row, column]}; {len(wrong)} entries differ there (R9.1)."
+class Inspection:
+    """What a table says of its rows, and of its device's copy of them. Nothing here changes either.
+
+    Attributes:
+        config: the geometry.
+        backend: the backend object.
+        device: what the backend calls a device.
+        store: the backend's memory.
+    """
+
+    config: BlockTableConfig
+    backend: Backend
+    device: Any
+    store: BlockStore
+    _rows: HostPath
+
+    def block_ids(self, row: int, group: int) -> IntArray:
+        """Return the manager ids that a row holds now, as they were given; a hole has the group's null_block_id.
+
+        Returns:
+            [n] int32. A copy.
+
+        Raises:
+            RowIndexError, ArgumentError, DtypeError: there is no such row or group.
+
+        Rules: R2, R4.
+        """
+        columns = self.host_row(group, row)
+        # The first column of each block. A hole is the filler in all columns: the null block's first one, or -1.
+        expansion = self.config.groups[group].blocks_per_kv_block
+        ids: IntArray = columns[::expansion] // expansion
+        return ids
+
+    def common_blocks(self, rows: Any, group: int) -> int:
+        """Return how many leading manager blocks all of some rows share now (a shared prefix, for cascade attention).
+
+        The count ends before the first block that differs, that a row does not hold, or that is NULL.
+
+        Args:
+            rows: [n] ints. Rows; they may repeat. Of no rows the result is 0.
+            group: the group.
+
+        Raises:
+            RowIndexError, ArgumentError, DtypeError: a bad argument.
+
+        Rules: R2, R4.
+        """
+        chosen, group = self._rows.check_rows("rows", rows, advice=None), self._group_index(group)
+        if not chosen.size:
+            return 0
+        expansion = self.config.groups[group].blocks_per_kv_block
+        firsts = self.host_table(group)[:, ::expansion]
+        end = int(self._rows.filled[group, chosen].min()) // expansion
+        null, start, size = self.config.groups[group].null_block_id, 0, FIRST_LOOK
+        while start < end:
+            ids = firsts[chosen, start : min(start + size, end)] // expansion
+            is_common = (ids == ids[0]).all(0) & (ids[0] != null)
+            if not is_common.all():
+                return start + int(is_common.argmin())
+            start, size = start + size, 4 * size
+        return end
+
+    @property
+    def num_blocks_per_row(self) -> IntArray:
+        """[num_groups, num_rows] int32, read-only. Manager blocks that each row holds now, on the host."""
+        blocks = (self._rows.filled // self._rows.columns_per_block).astype(np.int32)
+        blocks.flags.writeable = False
+        return blocks
+
+    def host_table(self, group: int) -> IntArray:
+        """Return a group's rows on the host, [num_rows, width] int32, as a read-only view that follows changes."""
+        view: IntArray = self.config.arena.view(self._rows.mirror, self._group_index(group)).view()
+        view.flags.writeable = False
+        return view
+
+    def host_row(self, group: int, row: int) -> IntArray:
+        """Return a copy of the columns that a row holds now, [n] int32, on the host."""
+        table, (number,) = self.host_table(group), self._rows.one_row("row", row)
+        return table[number, : self._rows.filled[group, number]].copy()
+
+    def device_table(self, group: int) -> Array:
+        """Return a group's rows on the device, [num_rows, width] int32, without a copy; callers only read."""
+        return self.store.table(self._group_index(group))
+
+    def verify(self) -> None:
+        """Wait for the device and compare it with the host as of the last commit; pending entries are not compared.
+
+        Raises:
+            BlockTableError: naming the first entry that differs.
+
+        Rules: R5, R9.1.
+        """
+        arena, rows = self.config.arena, self._rows
+        pending = np.zeros(arena.size, np.bool_)
+        for offset, length in zip(*(array.tolist() for array in rows.pending_ranges()), strict=True):
+            pending[offset : offset + length] = True
+        for group in range(-1, len(self.config.groups)):
+            expected = arena.view(rows.mirror, group)
+            got = self.backend.to_host(self.store.table(group))
+            wrong = np.argwhere((got != expected) & ~arena.view(pending, group))
+            if wrong.size:
+                row, column = wrong[0]
+                where = (
+                    f"group {row}, filled columns of row {column}"
+                    if group < 0
+                    else f"group {group}, row {row}, column {column}"
+                )
+                raise BlockTableError(
+                    f"The device differs from the host at {where}: it holds {got[row, column]}, the host "
+                    f"{expected[row, column]}; {len(wrong)} entries differ there (R9.1)."
+                )
+
+    def locate(self, group: int, slot: int) -> SlotLocation:
+        """Say where a slot lies and which rows hold its block now, on the host. For debugging: it searches the table.
+
+        In a ring group the position is the smallest one that the slot can stand for.
+
+        Raises:
+            ArgumentError: it is no slot of the group (PAD, or beyond the last block).
+
+        Rules: R2, R12.
+        """
+        group, slot = self._group_index(group), int_scalar("slot", slot)
+        geometry = self.config.groups[group]
+        tokens, expansion = geometry.tokens_per_column, geometry.blocks_per_kv_block
+        if geometry.slot_mode == "none":
+            raise ArgumentError(f'group {group} has slot_mode="none": it has no slots.')
+        is_pad = slot == geometry.pad_slot_id
+        if is_pad or not 0 <= slot < geometry.block_id_limit * geometry.block_size:
+            meaning = " (pad_slot_id, no slot)" if is_pad else ""
+            raise ArgumentError(f"slot {slot}{meaning} is outside the cache of group {group}.")
+        kernel_block_id, offset = divmod(slot, tokens)
+        found_rows, columns = np.nonzero(self.host_table(group) == kernel_block_id)
+        held = columns < self._rows.filled[group][found_rows]
+        return SlotLocation(
+            kernel_block_id // expansion,
+            kernel_block_id,
+            offset,
+            tuple(
+                (row, column // expansion, _position(self.config, group, column * tokens + offset))
+                for row, column in zip(found_rows[held].tolist(), columns[held].tolist(), strict=True)
+            ),
+        )
+
+    def _require(self, capability: str, what: str) -> None:
+        if capability not in self.backend.capabilities:
+            raise UnsupportedError(
+                f"{what} needs the capability {capability!r}, which backend {self.backend.name!r} does not declare."
             )
 
-
-def locate(config: BlockTableConfig, rows: HostPath, group: int, slot: int) -> SlotLocation:
-    """Do what `BlockTable.locate` says, for a group that exists."""
-    geometry = config.groups[group]
-    tokens, expansion = geometry.tokens_per_column, geometry.blocks_per_kv_block
-    if geometry.slot_mode == "none":
-        raise ArgumentError(f'group {group} has slot_mode="none": it has no slots.')
-    is_pad = slot == geometry.pad_slot_id
-    if is_pad or not 0 <= slot < geometry.block_id_limit * geometry.block_size:
-        meaning = " (pad_slot_id, no slot)" if is_pad else ""
-        raise ArgumentError(f"slot {slot}{meaning} is outside the cache of group {group}.")
-    kernel_block_id, offset = divmod(slot, tokens)
-    found_rows, columns = np.nonzero(config.arena.view(rows.mirror, group) == kernel_block_id)
-    held = columns < rows.filled[group][found_rows]
-    return SlotLocation(
-        kernel_block_id // expansion,
-        kernel_block_id,
-        offset,
-        tuple(
-            (row, column // expansion, _position(config, group, column * tokens + offset))
-            for row, column in zip(found_rows[held].tolist(), columns[held].tolist(), strict=True)
-        ),
-    )
+    def _group_index(self, group: Any) -> int:
+        index = int_scalar("group", group)
+        if not 0 <= index < len(self.config.groups):
+            raise ArgumentError(f"group {index} does not exist: groups go from 0 to {len(self.config.groups) - 1}.")
+        return index
 
 
 def _position(config: BlockTableConfig, group: int, local: int) -> int:
@@ -85,29 +197,3 @@ def _position(config: BlockTableConfig, group: int, local: int) -> int:
     shard = config.context_parallel
     turn, offset = divmod(local, shard.interleave_size)
     return turn * shard.world_size * shard.interleave_size + shard.rank * shard.interleave_size + offset
-
-
-def block_ids_of(config: BlockTableConfig, rows: HostPath, row: int, group: int) -> IntArray:
-    """Do what `BlockTable.block_ids` says, for a row and a group that exist."""
-    expansion = config.groups[group].blocks_per_kv_block
-    # The first column of each block. A hole is the filler in all columns: the null block's first one, or -1.
-    firsts = config.arena.view(rows.mirror, group)[row, : rows.filled[group, row] : expansion]
-    ids: IntArray = firsts // expansion
-    return ids
-
-
-def num_common_blocks(config: BlockTableConfig, rows: HostPath, chosen: IntArray, group: int) -> int:
-    """Do what `BlockTable.common_blocks` says, for rows [n] int64 of the table and a group that exists."""
-    if not chosen.size:
-        return 0
-    expansion = config.groups[group].blocks_per_kv_block
-    firsts = config.arena.view(rows.mirror, group)[:, ::expansion]
-    end = int(rows.filled[group, chosen].min()) // expansion
-    null, start, size = config.groups[group].null_block_id, 0, FIRST_LOOK
-    while start < end:
-        ids = firsts[chosen, start : min(start + size, end)] // expansion
-        is_common = (ids == ids[0]).all(0) & (ids[0] != null)
-        if not is_common.all():
-            return start + int(is_common.argmin())
-        start, size = start + size, 4 * size
-    return end

@@ -7,12 +7,11 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from blocktable.errors import BlockTableError, UnsupportedError
 
-OBSERVED_CALLS = (
+ROW_CALLS = (
     "append_row",
     "set_row",
     "clear_row",
@@ -32,6 +31,11 @@ OBSERVED_CALLS = (
     "remap_blocks",
     "permute_rows",
     "copy_rows",
+)
+"""Methods that change rows. Their order is part of the format of recordings."""
+
+OBSERVED_CALLS = (
+    *ROW_CALLS,
     "commit",
     "gather",
     "compute_slot_mappings",
@@ -43,7 +47,7 @@ OBSERVED_CALLS = (
     "map_positions",
     "invalidate",
 )
-"""Methods that change rows or write outputs."""
+"""Methods that an observer hears of: they change rows or write outputs."""
 
 RECORDERS_GROUP = "blocktable.recorders"
 RECORDER_NAME = "btrace"
@@ -76,9 +80,7 @@ class OpenRecording(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
     def flush(self) -> None:
         """Hand everything recorded so far to whatever writes the file."""
@@ -98,9 +100,7 @@ class Observation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

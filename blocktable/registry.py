@@ -15,17 +15,7 @@ from blocktable.protocols import Backend
 
 ENTRY_POINT_GROUP = "blocktable.backends"
 
-_REQUIRED = (
-    "name",
-    "protocol_version",
-    "capabilities",
-    "why_unavailable",
-    "create_block_store",
-    "create_slot_mapper",
-    "from_host",
-    "to_host",
-    "synchronize",
-)
+_REQUIRED = [name for name in vars(Backend) if not name.startswith("_")]
 
 _lock = threading.Lock()
 _locks: dict[str, threading.RLock] = {}

@@ -1,4 +1,4 @@
-"""The row operations of a table: one row at a time, many, and looks at what rows hold (R4-R8)."""
+"""The row operations of a table: one row at a time, and many (R4-R8)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ from typing import Any
 import numpy as np
 
 from blocktable.checks import int_scalar, ints_per_row
-from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError
-from blocktable.host_path import HostPath
-from blocktable.inspection import block_ids_of, num_common_blocks
+from blocktable.inspection import Inspection
 from blocktable.protocols import IntArray
 from blocktable.rows import DISTINCT_ROWS
 
 
-class RowOperations:
-    """What changes the rows of a table and says what they hold, on the host alone.
-
-    Attributes:
-        config: the geometry.
-    """
-
-    config: BlockTableConfig
-    _rows: HostPath
+class RowOperations(Inspection):
+    """What changes the rows of a table, on the host alone."""
 
     # Rows, one at a time.
 
@@ -56,7 +47,7 @@ class RowOperations:
 
     def clear(self) -> None:
         """Make every row empty. Rules: R4, R5."""
-        self._rows.truncate(self._rows.occupied_rows(), 0)
+        self._rows.truncate(np.flatnonzero(self._rows.filled.any(0)), 0)
 
     def move_row(self, src: int, dst: int) -> None:
         """Replace row dst by row src and leave src empty; onto itself changes nothing. Rules: R4, R5."""
@@ -255,42 +246,3 @@ class RowOperations:
         if source.size != target.size:
             raise ArgumentError(f"src and dst must be of one length, got {source.size} and {target.size}.")
         self._rows.copy(source, target, vacate=vacate)
-
-    # What rows hold.
-
-    def block_ids(self, row: int, group: int) -> IntArray:
-        """Return the manager ids that a row holds now, as they were given; a hole has the group's null_block_id.
-
-        Returns:
-            [n] int32. A copy.
-
-        Raises:
-            RowIndexError, ArgumentError, DtypeError: there is no such row or group.
-
-        Rules: R2, R4.
-        """
-        index, (number,) = self._group_index(group), self._rows.one_row("row", row)
-        return block_ids_of(self.config, self._rows, int(number), index)
-
-    def common_blocks(self, rows: Any, group: int) -> int:
-        """Return how many leading manager blocks all of some rows share now (a shared prefix, for cascade attention).
-
-        The count ends before the first block that differs, that a row does not hold, or that is NULL.
-
-        Args:
-            rows: [n] ints. Rows; they may repeat. Of no rows the result is 0.
-            group: the group.
-
-        Raises:
-            RowIndexError, ArgumentError, DtypeError: a bad argument.
-
-        Rules: R2, R4.
-        """
-        checked = self._rows.check_rows("rows", rows, advice=None)
-        return num_common_blocks(self.config, self._rows, checked, self._group_index(group))
-
-    def _group_index(self, group: Any) -> int:
-        index = int_scalar("group", group)
-        if not 0 <= index < len(self.config.groups):
-            raise ArgumentError(f"group {index} does not exist: groups go from 0 to {len(self.config.groups) - 1}.")
-        return index

@@ -9,14 +9,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
-from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
-from blocktable.errors import ConfigError, DtypeError, UnsupportedError
+from blocktable.errors import ConfigError, DtypeError
 from blocktable.export_calls import ExportCalls
 from blocktable.exports import ExportSets, check_groups
 from blocktable.host_path import make_rows
 from blocktable.inputs import Reading, read_each, read_step, torch_modes_off, without_torch_modes
-from blocktable.inspection import SlotLocation, locate, verify
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.protocols import (
@@ -106,12 +104,6 @@ class BlockTable(RowOperations, ExportCalls):
         self._own_views = self._views.of(self.buffers)
         self._checks = BatchChecks(config, self.backend, self._rows, self.buffers.slot_mappings[0])
         self._observed_calls = ObservedCalls(self)
-
-    def _require(self, capability: str, what: str) -> None:
-        if capability not in self.backend.capabilities:
-            raise UnsupportedError(
-                f"{what} needs the capability {capability!r}, which backend {self.backend.name!r} does not declare."
-            )
 
     # Device.
 
@@ -463,7 +455,6 @@ class BlockTable(RowOperations, ExportCalls):
                 if self._is_fused:
                     self._lender.step(0, batch, buffers, stream=None)
         self.backend.synchronize(self.device)
-        self._rows.warmup()
 
     def invalidate(self) -> None:
         """Trust nothing on the device any more: its memory was released and mapped again (sleep and wake).
@@ -541,52 +532,3 @@ class BlockTable(RowOperations, ExportCalls):
             ArgumentError: the table is being recorded already.
         """
         return start_recording(self, path, digests=digests)
-
-    @property
-    def num_blocks_per_row(self) -> IntArray:
-        """[num_groups, num_rows] int32, read-only. Manager blocks that each row holds now, on the host."""
-        blocks = (self._rows.filled // self._rows.columns_per_block).astype(np.int32)
-        blocks.flags.writeable = False
-        return blocks
-
-    def host_table(self, group: int) -> IntArray:
-        """Return a group's rows on the host, [num_rows, width] int32, as a read-only view that follows changes."""
-        view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
-        view.flags.writeable = False
-        return view
-
-    def host_row(self, group: int, row: int) -> IntArray:
-        """Return a copy of the columns that a row holds now, [n] int32, on the host.
-
-        Unlike `host_table` it slows no later change down.
-        """
-        index, (number,) = self._group_index(group), self._rows.one_row("row", row)
-        filled = self._rows.filled[index, number]
-        columns: IntArray = self.config.arena.view(self._rows.mirror, index)[number, :filled].copy()
-        return columns
-
-    def device_table(self, group: int) -> Array:
-        """Return a group's rows on the device, [num_rows, width] int32, without a copy; callers only read."""
-        return self.store.table(self._group_index(group))
-
-    def verify(self) -> None:
-        """Wait for the device and compare it with the host as of the last commit; pending entries are not compared.
-
-        Raises:
-            BlockTableError: naming the first entry that differs.
-
-        Rules: R5, R9.1.
-        """
-        verify(self.config, self.backend, self.store, self._rows)
-
-    def locate(self, group: int, slot: int) -> SlotLocation:
-        """Say where a slot lies and which rows hold its block now, on the host. For debugging: it searches the table.
-
-        In a ring group the position is the smallest one that the slot can stand for.
-
-        Raises:
-            ArgumentError: it is no slot of the group (PAD, or beyond the last block).
-
-        Rules: R2, R12.
-        """
-        return locate(self.config, self._rows, self._group_index(group), int_scalar("slot", slot))

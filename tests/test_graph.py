@@ -15,7 +15,7 @@ import blocktable.device.graph
 import blocktable.inputs
 from blocktable import BlockTable, BlockTableConfig, KVCacheGroup
 from blocktable.device import DeviceBackend, EmulatedDriver, KernelOptions, signature_of
-from blocktable.device.graph import StepGraph
+from blocktable.device.graph import NativeKernel, StepGraph
 
 
 class Driver(ModuleType):
@@ -34,6 +34,8 @@ class Driver(ModuleType):
         self.befores: list[list[int]] = []
         self.edges: list[tuple[int, int, int, int]] = []
         self.updates: list[tuple[int, int, int]] = []
+        self.kernels: list[Any] = []
+        self.status = 0
         self.launches = 0
         self.CUDA_KERNEL_NODE_PARAMS = Params
         self.CUfunction = int
@@ -86,6 +88,10 @@ class Driver(ModuleType):
         self.launches += 1
         return 0
 
+    def launch_kernel(self, function: int, *sizes: Any) -> int:
+        self.kernels.append((function, *sizes))
+        return self.status
+
 
 class Params(SimpleNamespace):
     """A kernel node's parameters, found by what stands for their address."""
@@ -121,6 +127,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(blocktable.device.graph, "native_calls", lambda: (driver.set_params, driver.launch))
+        monkeypatch.setattr(blocktable.device.graph, "native_launch", lambda: driver.launch_kernel)
         return driver
 
     return install
@@ -160,6 +167,19 @@ def test_only_what_has_changed_is_set_anew(install: Any) -> None:
     assert driver.updates == [(0, other.function, 3)]
     graph.run([launches[0], launch(second, 5)], 7)
     assert driver.updates[1:] == [(0, first.function, 1), (1, second.function, 1)]
+
+
+def test_a_native_launch_says_all_of_it(install: Any) -> None:
+    """Rules: R21."""
+    driver, kernel = install(Driver(13000, 9)), GraphKernel()
+    native = NativeKernel(kernel)
+    native((3, 2), launch(kernel, 5)[2], 7)
+    function, *sizes, pointers, extra = driver.kernels[0]
+    assert (function, sizes, extra) == (kernel.function, [3, 2, 1, 128, 1, 1, 0, 7], None)
+    assert pointers == native._arguments.pointers
+    driver.status = 700
+    with pytest.raises(RuntimeError, match="cuLaunchKernel of apply_changes returned 700"):
+        native((1, 1), launch(kernel)[2], 7)
 
 
 class Gpu(EmulatedDriver):

@@ -19,7 +19,7 @@ from blocktable_replay import synthetic
 from blocktable_replay.lane import Lane
 from blocktable_replay.options import ReplayOptions
 from blocktable_replay.plan import Counters
-from blocktable_replay.progress import PlainProgress, RichProgress, SilentProgress, make_progress
+from blocktable_replay.progress import Progress, RichProgress, SilentProgress, make_progress
 from blocktable_replay.readers import read_trace
 from blocktable_replay.result import ReplayResult
 from blocktable_replay.run import Replay, unfit_requests
@@ -401,7 +401,7 @@ def test_a_bar_where_rich_and_a_terminal_are(
     for total in (100, None):  # of a recording nobody knows how long it is
         progress = make_progress(total, "requests", is_quiet=False)
         assert isinstance(progress, RichProgress)
-        monkeypatch.setattr(RichProgress, "REFRESH_S", 0.0)
+        monkeypatch.setattr(RichProgress, "every_s", 0.0)
         for step in range(64, 1280, 64):
             progress.update(step, step // 64, 2)
         progress.close()
@@ -413,7 +413,7 @@ def test_a_bar_where_rich_and_a_terminal_are(
 def test_plain_progress_is_seldom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
     monkeypatch.setattr("blocktable_replay.progress.time.monotonic", lambda: now)
-    progress = PlainProgress(100)
+    progress = Progress(100, "requests")
     for step in range(1, 6401):
         now = step / 100
         progress.update(step, step // 64, 0)

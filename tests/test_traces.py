@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
+from blocktable_replay.files import ZSTD
 from blocktable_replay.prefix import PrefixIndex
 from blocktable_replay.readers import read_trace
 from blocktable_replay.traces import Trace, TraceError
@@ -104,13 +105,11 @@ def test_compressed_files_are_known_by_their_bytes(file: File, name: str) -> Non
 
 
 def test_zstd(file: File) -> None:
-    zstandard = pytest.importorskip("zstandard")
-    packed = zstandard.ZstdCompressor().compress(MOONCAKE.encode())
+    zstd = pytest.importorskip(ZSTD)
+    packed = zstd.compress(MOONCAKE.encode())
     assert lengths(read_trace(file(packed))) == [(1100, 500), (1024, 4)]
     half = len(MOONCAKE) // 2
-    two_frames = b"".join(
-        zstandard.ZstdCompressor().compress(part.encode()) for part in (MOONCAKE[:half], MOONCAKE[half:])
-    )
+    two_frames = b"".join(zstd.compress(part.encode()) for part in (MOONCAKE[:half], MOONCAKE[half:]))
     assert lengths(read_trace(file(two_frames))) == [(1100, 500), (1024, 4)]
     for cut in (len(packed) - 1, len(packed) // 2, 6):
         with pytest.raises(TraceError, match="torn or damaged"):
@@ -118,8 +117,7 @@ def test_zstd(file: File) -> None:
 
 
 def test_zstd_without_its_library(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("zstandard", "compression.zstd"):
-        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, ZSTD, None)
     with pytest.raises(TraceError, match=r'pip install "blocktable\[report\]"'):
         read_trace(file(b"\x28\xb5\x2f\xfd" + bytes(20)))
 

@@ -100,12 +100,8 @@ class EmulatedStreams:
             capture.unjoined.add(stream)
         capture.add(work)
 
-    def record(self, stream: int) -> EmulatedCapture | None:
-        """Return an event on a stream: the capture that it belongs to."""
-        return self.capture_of(stream)
-
     def wait_for(self, stream: int, event: EmulatedCapture | None, origin: int) -> None:
-        """Make a stream wait for an event that was recorded on the stream `origin`."""
+        """Make a stream wait for an event on the stream `origin`: the capture that its work went into."""
         capture = self.capture_of(stream)
         if event is None:
             if capture is not None:
@@ -200,10 +196,10 @@ class EmulatedDriver:
         return self.streams.capture_of(stream) is not None
 
     def order(self, before: int, after: int) -> None:
-        self.streams.wait_for(after, self.streams.record(before), before)
+        self.streams.wait_for(after, self.streams.capture_of(before), before)
 
     def mark(self, stream: int) -> Any:
-        return (self.streams.record(stream),)
+        return (self.streams.capture_of(stream),)
 
     def wait(self, mark: Any) -> None:
         self.streams.synchronize(mark[0])

@@ -61,6 +61,35 @@ class KernelArguments:
             self._pack(self._memory, 0, *values)
 
 
+class NativeKernel:
+    """A `GraphKernel` that is launched by the driver's own call: a library's takes several times as long.
+
+    Args:
+        kernel: as the backend has loaded it.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.name: str = kernel.name
+        self.tile: int = kernel.tile
+        self.function: int = kernel.function
+        self.num_threads: int = kernel.num_threads
+        self.shared_bytes: int = kernel.shared_bytes
+        self.num_extra: int = kernel.num_extra
+        self._arguments = KernelArguments(signature_of(kernel.name).layout, num_extra=kernel.num_extra)
+        self._launch = native_launch()
+        self._kernel = kernel  # whoever loaded it unloads what nobody holds
+
+    def __call__(self, grid: Grid, arguments: Sequence[int], stream: int) -> None:
+        """Launch it. A launch copies its arguments."""
+        self._arguments.set(arguments)
+        error = self._launch(
+            *(self.function, *grid, 1, self.num_threads, 1, 1, self.shared_bytes, stream),
+            *(self._arguments.pointers, None),
+        )
+        if error:
+            raise RuntimeError(f"CUDA driver: cuLaunchKernel of {self.name} returned {error}.")
+
+
 class _Node:
     """One kernel as a node: its parameters, and the memory that holds its arguments."""
 
@@ -182,6 +211,15 @@ def native_calls() -> tuple[Callable[..., int], Callable[..., int]]:
     set_params, launch = library.cuGraphExecKernelNodeSetParams_v2, library.cuGraphLaunch
     set_params.argtypes, launch.argtypes = [ctypes.c_void_p] * 3, [ctypes.c_void_p] * 2
     return set_params, launch
+
+
+@cache
+def native_launch() -> Callable[..., int]:
+    """Return the driver's cuLaunchKernel."""
+    launch = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernel
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    found: Callable[..., int] = launch
+    return found
 
 
 def _can_overlap(driver: Any) -> bool:

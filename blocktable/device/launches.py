@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from blocktable.config import BlockTableConfig
 from blocktable.device.driver import Driver, HostBlock
+from blocktable.device.graph import NativeKernel
 from blocktable.device.signatures import (
     PLAIN_KERNELS,
     Grid,
@@ -115,6 +116,7 @@ class Launches:
         driver: the device.
         arena: [arena.size] int32. The table's memory.
         by_value: whether changes that fit travel in a launch's own parameters, where the backend has such kernels.
+        is_native: whether its kernels may be nodes of a graph, and so be launched by the driver's own call.
 
     Attributes:
         has_step_batch: whether gather and slots have a kernel of their own in a fused step.
@@ -125,8 +127,11 @@ class Launches:
         most_by_value: int32 entries of the largest changes that travel in a launch's own parameters; 0: none do.
     """
 
-    def __init__(self, config: BlockTableConfig, driver: Driver, arena: Any, *, by_value: bool) -> None:
+    def __init__(
+        self, config: BlockTableConfig, driver: Driver, arena: Any, *, by_value: bool, is_native: bool = False
+    ) -> None:
         self._config, self._driver = config, driver
+        self._is_native = is_native
         self._features = needed_features(config)
         self._kernels: dict[tuple[str, str], Any] = {}
         self._groups = driver.upload(config.group_fields().reshape(-1))
@@ -156,10 +161,6 @@ class Launches:
         self._copy_parts = min(-(-config.max_num_reqs // self._apply.tile), MAX_COPY_PARTS)
         self._sizes = (self._num_groups, config.max_num_reqs, config.batch_arena.size)
         self._max_width = max(config.arena.widths)
-        if self.has_step_batch:
-            self._step = self.kernel("step_batch_long" if self._may_be_long else "step_batch")
-            slot_blocks = min(-(-self.num_slots // self._step.tile), MAX_SLOT_BLOCKS // self._num_groups)
-            self._slot_blocks = max(slot_blocks, 1)
 
     def is_long(self, num_slots: int) -> bool:
         """Say whether a launch over so many slots fills the device many times over."""
@@ -172,7 +173,8 @@ class Launches:
             features = self._features | ({"OVERLAPS"} if self._driver.overlaps and self.has_step_batch else set())
             options = KernelOptions(key[1], known_features(name, features))
             with self._driver.current():
-                self._kernels[key] = self._driver.kernel(name, options)
+                kernel = self._driver.kernel(name, options)
+            self._kernels[key] = NativeKernel(kernel) if self._is_native else kernel
         return self._kernels[key]
 
     def launch(self, name: str, arguments: tuple[int, ...], dtype: str | None = None) -> Launch:
@@ -188,7 +190,8 @@ class Launches:
         """Return the memory for what a batch of up to so many requests has not, made at the first call."""
         if max_batch not in self._blanks:
             arrays = tuple(self._driver.full(max_batch, 0, "int32") for _ in range(2))
-            self._blanks[max_batch] = Blank(*map(self._driver.address, arrays), arrays)
+            zeros, unwanted = map(self._driver.address, arrays)
+            self._blanks[max_batch] = Blank(zeros, unwanted, arrays)
         return self._blanks[max_batch]
 
     # The four plain kernels.
@@ -270,8 +273,15 @@ class Launches:
 
     # The fused step.
 
+    @cached_property
+    def _step(self) -> tuple[Any, int]:
+        """step_batch as a launch takes it, and the blocks of it that map a group's slots."""
+        kernel = self.kernel("step_batch_long" if self._may_be_long else "step_batch")
+        return kernel, max(min(-(-self.num_slots // kernel.tile), MAX_SLOT_BLOCKS // self._num_groups), 1)
+
     def step_batch(self, inputs: Inputs, batch: Batch, out: int, slots: int, last_mark: int, shown_mark: int) -> Launch:
         """Return the launch of gather and slots together. out, slots: addresses of a set's memory."""
+        kernel, slot_blocks = self._step
         config, num_groups, num_reqs_padded = self._config, self._num_groups, batch.num_reqs_padded
         gather_blocks = 0
         if batch.wants_tables:  # of no rows too: a larger batch may have come before
@@ -295,12 +305,12 @@ class Launches:
             slots,
             self.num_slots,
             gather_blocks,
-            self._slot_blocks,
+            slot_blocks,
             last_mark,
             shown_mark,
         )
         # The last block shows the mark.
-        return self._step, (gather_blocks + self._slot_blocks * num_groups + 1, 1), arguments
+        return kernel, (gather_blocks + slot_blocks * num_groups + 1, 1), arguments
 
     # Exports.
 
@@ -336,16 +346,16 @@ class Launches:
             values = (null, layout.entry_scale, TABLE_FORMS[kind], layout.value_offset, entries)
             launches.append(self.launch("write_table", (*source, out.width, counts, *values), layout.dtype))
         elif kind in INDEX_UNITS:
-            sizes = (unit, out.capacity, lengths, counts, indptr, last_page_lens, num_cut)
+            starts = (unit, out.capacity, lengths, counts, indptr, last_page_lens, num_cut)
             launches += [
-                self.launch("start_requests", (*source, *sizes)),
+                self.launch("start_requests", (*source, *starts)),
                 self.launch("write_indices", (*source, INDEX_UNITS[kind], out.capacity, counts, indptr, entries)),
             ]
         elif kind == "inverse_map":
-            sizes = (out.width, out.num_kernel_blocks)
+            shape = (out.width, out.num_kernel_blocks)
             launches += [
-                self.launch("clear_inverse_map", (*source, *sizes, counts, mapped, null, entries)),
-                self.launch("write_inverse_map", (*source, *sizes, counts, mapped, entries)),
+                self.launch("clear_inverse_map", (*source, *shape, counts, mapped, null, entries)),
+                self.launch("write_inverse_map", (*source, *shape, counts, mapped, entries)),
             ]
         return launches
 

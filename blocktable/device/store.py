@@ -66,7 +66,9 @@ class DeviceStore:
         self._has_fused_step = has_fused_step
         self.arena: Array = driver.full(config.arena.size, 0, "int32")
         self._fill_parts(self.arena, config.arena, driver.stream(None))
-        self._launches = Launches(config, driver, self.arena, by_value=staging_mode() in ("auto", "params"))
+        by_value, is_native = staging_mode() in ("auto", "params"), has_fused_step and not driver.is_emulated
+        self._launches = Launches(config, driver, self.arena, by_value=by_value, is_native=is_native)
+        self._alone = self._launches.apply_memory()
         self._order = StreamOrder(driver)
         self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
         self._last_mark: Array = driver.full(1, 0, "int64")
@@ -75,8 +77,8 @@ class DeviceStore:
         entries = max(steady_entries(config), largest)
         self._changes = StagingRing(driver, entries, config.steps_in_flight, self._order, self._marks)
         # A launch copies it, so that one block is enough; the host reads pinned memory more slowly.
-        by_value = cycle([HostBlock(np.empty(largest, np.int32), 0)])
-        self._lendable = by_value if largest else self._changes.blocks
+        one = cycle([HostBlock(np.empty(largest, np.int32), 0)])
+        self._lendable = one if largest else self._changes.blocks
         # gather and compute_slot_mappings take a block each.
         entries = 3 * config.max_num_reqs + 1 + 2 * config.max_num_batched_tokens
         num_blocks = 2 * config.steps_in_flight
@@ -198,7 +200,8 @@ class DeviceStore:
 
     def _apply(self, block: HostBlock, used: int, stream: int, first_entry: int = 0) -> None:
         """Launch a commit alone, and mark the block."""
-        launch, mark = self._launches.apply_changes(block, used, self._launches.apply_memory(first_entry))
+        memory = self._launches.apply_memory(first_entry) if first_entry else self._alone
+        launch, mark = self._launches.apply_changes(block, used, memory)
         if mark is not None:
             self.driver.send(block, used, stream)
         run([launch], stream)

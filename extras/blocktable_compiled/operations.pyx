@@ -16,6 +16,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 from libcpp.algorithm cimport sort
 from libcpp.vector cimport vector
 
@@ -297,6 +298,11 @@ cdef class Operations:
         return self._truncate()
 
     # A commit.
+
+    def committed(self, cnp.ndarray committed_filled):
+        """Forget what has changed. committed_filled: [num_groups, num_rows] int32, contiguous, becomes what is filled."""
+        self.journal.clear()
+        memcpy(cnp.PyArray_DATA(committed_filled), self.mirror, 4 * self.num_groups * self.num_rows)
 
     def pack_changes(self, cnp.ndarray block not None, int64_t most):
         """Lay what has changed out as `Writes.pack_changes` does.

@@ -27,7 +27,7 @@ class CompiledRows(NumpyRows):
         sizes = (arena.group_offsets, arena.widths, self.columns_per_block[:, 0], self._max_columns[:, 0])
         ids = (self._id_limits, self._null_ids, [group.allow_null for group in config.groups], arena.fillers)
         geometry = np.column_stack((*sizes, *ids)).astype(np.int64)
-        self._operations = Operations(self._mirror, geometry, arena.num_rows, self.journal)
+        self._operations = Operations(self.mirror, geometry, arena.num_rows, self.journal)
 
     def append_row(self, row: Any, block_ids: Any) -> None:
         if not self._operations.append_row(row, block_ids):
@@ -60,6 +60,11 @@ class CompiledRows(NumpyRows):
     @property
     def has_changes(self) -> bool:
         return self.journal.size > 0
+
+    def committed(self) -> int:
+        self._operations.committed(self.committed_filled)
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return num_bytes
 
     def pack_changes(self, block: IntArray) -> int:
         used: int

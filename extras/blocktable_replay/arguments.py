@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 from blocktable import ConfigError, ContextParallel, KVCacheGroup
@@ -49,66 +48,58 @@ def make_parser(exercise: str) -> Parser:
         metavar="TRACE",
         help="Azure CSV, BurstGPT CSV, Mooncake JSONL (plain, gzip or zstd), or a recording (.btrace)",
     )
-    _add_backends(parser)
     _add_table(parser)
     _add_schedule(parser)
     _add_trace(parser)
-    _add_output(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--report", metavar="FILE", help="write a page with plots (HTML, all in one file)")
+    add("--json", metavar="FILE", help="write the numbers as JSON (docs/replay.md describes it)")
+    add("--record", metavar="FILE", help="write every call of the first backend's table, to replay it again (.btrace)")
+    add("--quiet", action="store_true", help="no progress")
     return parser
 
 
-def _add_backends(parser: Parser) -> None:
-    group = parser.add_argument_group("backends")
-    group.add_argument(
+def _add_table(parser: Parser) -> None:
+    add = parser.add_argument_group("backends").add_argument
+    add(
         "--backend",
         action="append",
         metavar="NAME",
         help="a backend, or package.module:Class of one that is not installed; several stand side by side "
         "(default: numpy)",
     )
-    group.add_argument("--device", metavar="DEVICE", help="what the backends call a device (default: theirs)")
-
-
-def _add_table(parser: Parser) -> None:
-    group = parser.add_argument_group("table")
-    group.add_argument(
+    add("--device", metavar="DEVICE", help="what the backends call a device (default: theirs)")
+    add = parser.add_argument_group("table").add_argument
+    add(
         "--group",
+        dest="groups",
         action="append",
-        type=_argument(parse_group),
+        type=_described(KVCacheGroup),
         metavar="KEY=VALUE,...",
         help="a KV cache group, such as block_size=64,kernel_block_size=16,sliding_window=4096; repeat it for several "
         f"(keys: {', '.join(_fields(KVCacheGroup))}; default: block_size=16)",
     )
-    group.add_argument(
+    add(
         "--context-parallel",
-        type=_argument(parse_context_parallel),
+        type=_described(ContextParallel),
         metavar="KEY=VALUE,...",
         help="which rank of how many this is, such as world_size=4,rank=1,interleave_size=16",
     )
-    group.add_argument(
-        "--num-blocks",
-        type=_count,
-        metavar="N",
-        help="blocks of each group's cache (default: enough for 524288 tokens)",
-    )
-    group.add_argument(
-        "--null-block-id",
-        type=int,
-        metavar="N",
-        help="the block of each group that stands for none; -1: there is none, and block 0 is given out (default: 0)",
-    )
-    group.add_argument(
-        "--pad-slot-id", type=int, metavar="N", help="slot of a token that must not be written (default: -1)"
-    )
-    group.add_argument("--max-num-reqs", type=_count, metavar="N", help="requests of a batch (default: 256)")
-    group.add_argument("--max-num-rows", type=_count, metavar="N", help="rows of the table (default: --max-num-reqs)")
-    group.add_argument(
-        "--max-num-batched-tokens", type=_count, metavar="N", help="token budget of a step (default: 8192)"
-    )
-    group.add_argument(
-        "--max-model-len", type=_count, metavar="N", help="tokens of the longest request (default: 131072)"
-    )
-    group.add_argument(
+    for name, kind, what in (
+        ("num-blocks", _COUNT, "blocks of each group's cache (default: enough for 524288 tokens)"),
+        (
+            "null-block-id",
+            int,
+            "the block of each group that stands for none; -1: there is none, and block 0 is given out (default: 0)",
+        ),
+        ("pad-slot-id", int, "slot of a token that must not be written (default: -1)"),
+        ("max-num-reqs", _COUNT, "requests of a batch (default: 256)"),
+        ("max-num-rows", _COUNT, "rows of the table (default: --max-num-reqs)"),
+        ("max-num-batched-tokens", _COUNT, "token budget of a step (default: 8192)"),
+        ("max-model-len", _COUNT, "tokens of the longest request (default: 131072)"),
+    ):
+        add(f"--{name}", type=kind, metavar="N", help=what)
+    add(
         "--rows",
         choices=("stable", "dense"),
         help="stable: rows never move, idx_mapping names them; dense: rows move up, idx_mapping is None "
@@ -117,18 +108,10 @@ def _add_table(parser: Parser) -> None:
 
 
 def _add_schedule(parser: Parser) -> None:
-    group = parser.add_argument_group("schedule")
-    group.add_argument(
-        "--step-ms", type=_positive, metavar="MS", help="what a step takes on the simulated clock (default: 30)"
-    )
-    group.add_argument("--all-at-once", action="store_true", default=None, help="let every request arrive at once")
-    group.add_argument(
-        "--lookahead",
-        type=_count_or_none,
-        metavar="N",
-        help="draft tokens of a decode step; rejected ones roll back (default: 0)",
-    )
-    group.add_argument(
+    add = parser.add_argument_group("schedule").add_argument
+    add("--step-ms", type=_POSITIVE, metavar="MS", help="what a step takes on the simulated clock (default: 30)")
+    add("--all-at-once", action="store_true", default=None, help="let every request arrive at once")
+    add(
         "--no-prefix-sharing",
         dest="share_prefixes",
         action="store_false",
@@ -136,28 +119,27 @@ def _add_schedule(parser: Parser) -> None:
         help="ignore the hashes of a trace that has them",
     )
     for name, what in (
-        ("fork", "every N-th request forks into two samples"),
-        ("sleep", "every N-th step the device loses its memory, and gets all of it again"),
-        ("dummy", "every N-th step is a dummy step"),
+        ("lookahead", "draft tokens of a decode step; rejected ones roll back (default: 0)"),
+        ("fork-every", "every N-th request forks into two samples (default: 0, never)"),
+        ("sleep-every", "every N-th step the device loses its memory, and gets all of it again (default: 0, never)"),
+        ("dummy-every", "every N-th step is a dummy step (default: 0, never)"),
     ):
-        group.add_argument(f"--{name}-every", type=_count_or_none, metavar="N", help=f"{what} (default: 0, never)")
+        add(f"--{name}", type=_COUNT_OR_NONE, metavar="N", help=what)
 
 
 def _add_trace(parser: Parser) -> None:
-    group = parser.add_argument_group("part of the trace")
-    group.add_argument("--limit", type=_count, metavar="N", help="the first N requests")
-    group.add_argument("--max-steps", type=_count, metavar="N", help="end after N steps")
-    group.add_argument(
+    add = parser.add_argument_group("part of the trace").add_argument
+    add("--limit", type=_COUNT, metavar="N", help="the first N requests")
+    add("--max-steps", type=_COUNT, metavar="N", help="end after N steps")
+    add(
         "--from",
         dest="start",
-        type=_duration,
+        type=_TIME,
         metavar="TIME",
         help="requests from this time of the trace on (90, 90s, 5m, 1h)",
     )
-    group.add_argument(
-        "--until", dest="stop", type=_duration, metavar="TIME", help="requests before this time of the trace"
-    )
-    group.add_argument(
+    add("--until", dest="stop", type=_TIME, metavar="TIME", help="requests before this time of the trace")
+    add(
         "--on-bad-line",
         choices=("stop", "skip"),
         default="stop",
@@ -165,37 +147,57 @@ def _add_trace(parser: Parser) -> None:
     )
 
 
-def _add_output(parser: Parser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument("--report", metavar="FILE", help="write a page with plots (HTML, all in one file)")
-    group.add_argument("--json", metavar="FILE", help="write the numbers as JSON (docs/replay.md describes it)")
-    group.add_argument(
-        "--record", metavar="FILE", help="write every call of the first backend's table, to replay it again (.btrace)"
-    )
-    group.add_argument("--quiet", action="store_true", help="no progress")
-
-
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `ReplayOptions` that the command line says."""
-    values = vars(arguments)
-    given = {
-        field.name: values[field.name]
-        for field in dataclasses.fields(ReplayOptions)
-        if values.get(field.name) is not None
+    values = {name: getattr(arguments, name) for name in _fields(ReplayOptions)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if value is not None
     }
-    if arguments.group:
-        given["groups"] = tuple(arguments.group)
-    return given
 
 
-def parse_group(text: str) -> KVCacheGroup:
-    """Return the group that `block_size=64,sliding_window=4096` and the like describe."""
-    return KVCacheGroup(**_pairs(KVCacheGroup, text))
+# What words mean.
 
 
-def parse_context_parallel(text: str) -> ContextParallel:
-    """Return what `world_size=4,rank=1,interleave_size=16` and the like describe."""
-    return ContextParallel(**_pairs(ContextParallel, text))
+def _number(kind: Callable[[str], float], is_right: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """Return what reads a number of an option."""
+
+    def parse(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = math.nan
+        if not is_right(number):
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+        return number
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    return float(text[:-1]) * units[text[-1]] if text[-1:] in units else float(text)
+
+
+_COUNT = _number(int, lambda number: 1 <= number < 2**31, "whole number from 1 to 2**31 - 1")
+_COUNT_OR_NONE = _number(int, lambda number: 0 <= number < 2**31, "whole number from 0 to 2**31 - 1")
+_POSITIVE = _number(float, lambda number: 0 < number < math.inf, "number above 0")
+_TIME = _number(
+    _seconds,
+    lambda number: 0 <= number < math.inf,
+    "time; say seconds, or a number with s, m or h behind it",
+)
+
+
+def _described(kind: type[Any]) -> Callable[[str], Any]:
+    """Return what makes a `kind` of `key=value,...`, such as `block_size=64,sliding_window=4096`."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind(**_pairs(kind, text))
+        except ConfigError as error:  # argparse names the option before the sentence
+            raise argparse.ArgumentTypeError(str(error).rstrip(".")) from error
+
+    return parse
 
 
 def _fields(kind: type[Any]) -> list[str]:
@@ -234,61 +236,3 @@ def _value(name: str, text: str, hint: Any) -> Any:
         except ValueError:
             raise ConfigError(f"{name} must be a whole number, got {text!r}.") from None
     return text
-
-
-def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse name the option before the sentence."""
-
-    def parse_argument(text: str) -> Any:
-        try:
-            return parse(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error).rstrip(".")) from error
-
-    return parse_argument
-
-
-def _count(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _count_or_none(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, minimum: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = minimum - 1
-    if not minimum <= number < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {minimum} to 2**31 - 1")
-    return number
-
-
-def _positive(text: str) -> float:
-    number = _float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return number
-
-
-def _duration(text: str) -> float:
-    """Return seconds."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number = _float(text[:-1]) * units[text[-1]] if text[-1:] in units else _float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; say seconds, or a number with s, m or h behind it")
-    return number
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """Return the command as a user would type it."""
-    return shlex.join(["blocktable", "replay", *argv])

@@ -9,13 +9,14 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from blocktable import BlockTableConfig, BlockTableError, ContextParallel, KVCacheGroup, ranges
+from blocktable.observer import ROW_CALLS
 
 MAGIC = b"\x89BTRACE\n"
 VERSION = 2
@@ -24,42 +25,22 @@ VERSION = 2
 1: before `copy_rows`, `replace_blocks`, `replace_block_ranges`, `remap_blocks` and the null blocks of each group.
 """
 
-ROW_CALLS = (
-    "append_row",
-    "set_row",
-    "clear_row",
-    "clear",
-    "move_row",
-    "swap_rows",
-    "copy_row",
-    "truncate_row",
-    "null_range",
-    "replace_blocks",
-    "append_rows",
-    "set_rows",
-    "clear_rows",
-    "truncate_rows",
-    "null_ranges",
-    "replace_block_ranges",
-    "remap_blocks",
-    "permute_rows",
-    "copy_rows",
-)
-"""Row operations: a frame's values are the arguments, in the order of the parameters."""
+OUTPUT_CALLS = {
+    "gather": ("idx_mapping", "num_reqs_padded", "num_reqs", "num_computed_tokens", "out"),
+    "compute_slot_mappings": ("idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "groups", "out"),
+    "step": (
+        *("idx_mapping", "query_start_loc", "positions"),
+        *("num_reqs_padded", "num_tokens_padded", "num_computed_tokens", "out"),
+    ),
+}
+"""Calls that put something out -> the parameters that a frame's values are the arguments of."""
 
-CALLS = (
-    *ROW_CALLS,
-    "commit",
-    "gather",
-    "compute_slot_mappings",
-    "step",
-    "invalidate",
-    "create_buffers",
-    "raised",
-    "digest",
-    "end",
-)
-"""Name of each frame's kind; its place is the code in the file. The last three are no calls of a table."""
+ARRAYS = ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens")
+"""Those of these parameters that are arrays on the device."""
+
+# A row operation's values are its arguments, in the order of its parameters. The last three are no calls of a table.
+CALLS = (*ROW_CALLS, "commit", *OUTPUT_CALLS, "invalidate", "create_buffers", "raised", "digest", "end")
+"""Name of each frame's kind; its place is the code in the file."""
 
 CODES = {name: code for code, name in enumerate(CALLS)}
 
@@ -69,8 +50,7 @@ _CHUNK = struct.Struct("<III")  # packed bytes, unpacked bytes, CRC-32 of the pa
 _FRAME = struct.Struct("<BB")  # code, number of values
 _INT = struct.Struct("<Bq")
 _COUNT = struct.Struct("<BI")
-_ARRAY = struct.Struct("<BBI")  # tag, dtype, entries
-_RUNS = struct.Struct("<BBI")  # tag, dtype, runs; then the first entry of each, int64, and its length, uint32
+_ARRAY = struct.Struct("<BBI")  # tag, dtype, entries; or runs: then their first entries, int64, and lengths, uint32
 _MATRIX = struct.Struct("<BBII")
 
 _NONE, _INTEGER, _ONE_DIMENSION, _RUNS_OF_ONE, _SEQUENCE, _TWO_DIMENSIONS, _BYTES, _FOREIGN = range(8)
@@ -150,7 +130,7 @@ def _put_array(buffer: bytearray, array: np.ndarray[Any, Any], code: int) -> Non
         buffer += _MATRIX.pack(_TWO_DIMENSIONS, code, *array.shape)
     elif array.size >= RUNS_FROM and array.itemsize == 8 and (runs := _runs(array)) is not None:
         starts, lengths = runs
-        buffer += _RUNS.pack(_RUNS_OF_ONE, code, starts.size)
+        buffer += _ARRAY.pack(_RUNS_OF_ONE, code, starts.size)
         buffer += starts.tobytes() + lengths.tobytes()
         return
     else:
@@ -191,11 +171,7 @@ def frames_of(chunk: bytes) -> Iterator[Frame]:
     place = 0
     while place < len(chunk):
         code, count = _FRAME.unpack_from(chunk, place)
-        place += _FRAME.size
-        values = []
-        for _ in range(count):
-            value, place = _take(chunk, place)
-            values.append(value)
+        values, place = _take_sequence(chunk, place + _FRAME.size, count)
         yield Frame(CALLS[code], tuple(values))
 
 
@@ -225,8 +201,8 @@ def _take_sequence(chunk: bytes, place: int, count: int) -> tuple[list[Any], int
 
 def _take_array(chunk: bytes, place: int, tag: int) -> tuple[np.ndarray[Any, Any], int]:
     if tag == _RUNS_OF_ONE:
-        _, code, count = _RUNS.unpack_from(chunk, place)
-        place += _RUNS.size
+        _, code, count = _ARRAY.unpack_from(chunk, place)
+        place += _ARRAY.size
         starts = np.frombuffer(chunk, np.int64, count, place)
         lengths = np.frombuffer(chunk, np.uint32, count, place + 8 * count)
         return ranges(starts, lengths.astype(np.int64)).view(_DTYPES[code]), place + 12 * count
@@ -343,11 +319,6 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
         if len(chunk) != unpacked_size:
             raise _TornError(f"byte {place}: a chunk is damaged")
         yield chunk
-
-
-def config_as_data(config: BlockTableConfig) -> dict[str, Any]:
-    """Return a configuration as JSON holds it."""
-    return asdict(config)
 
 
 def config_from(path: Path, data: Any) -> BlockTableConfig:

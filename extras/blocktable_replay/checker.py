@@ -9,48 +9,17 @@ A *record* is a pair of arrays for each group, `blocks` [n, capacity] manager id
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from blocktable import BlockTableConfig, IntArray, KVCacheGroup
+from blocktable_replay.record import BlockRecord
 
 MAX_NAMED = 5
 """Mismatches of one buffer in one step that are named; all are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """One entry that is not what the contract says.
-
-    Attributes:
-        where: what the entry belongs to, in words.
-        rule: the rules it breaks.
-        expected: what the checker says.
-        got: what the backend wrote.
-    """
-
-    where: str
-    rule: str
-    expected: int
-    got: int
-
-    def __str__(self) -> str:
-        return f"{self.where}: expected {self.expected}, got {self.got} ({self.rule})"
-
-
-@dataclass(frozen=True, slots=True)
-class BatchNames:
-    """What a message calls the members of a batch.
-
-    Attributes:
-        requests: [num_reqs] int64. Number of each request, -1 for a dummy.
-        rows: [num_reqs] int64. Row of each request in the table.
-    """
-
-    requests: IntArray
-    rows: IntArray
 
 
 def local_index(config: BlockTableConfig, group: int, positions: IntArray) -> tuple[IntArray, IntArray]:
@@ -200,15 +169,17 @@ def _columns_left_behind(config: BlockTableConfig, group: int, num_computed_toke
 
 @dataclass(frozen=True, slots=True)
 class ExpectedStep:
-    """What one call must give, for every group that it writes.
+    """What one call must give, for every group that it writes, and what a message calls the members of its batch.
 
     Attributes:
         block_tables: as `expected_block_table` returns them.
         table_shapes: (num_reqs_padded, width) of each batch table.
         fillers: what an entry of each batch table without a block holds.
         slot_mappings: group -> its whole buffer, as `expected_slots` returns it, in the order of the call.
-        query_start_loc: [num_reqs + 1] int32, for the names of tokens.
-        positions: [num_tokens] int64, the same.
+        query_start_loc: [num_reqs + 1] int32.
+        positions: [num_tokens] int64.
+        requests: [num_reqs] integers. Number of each request, -1 for a dummy.
+        rows: [num_reqs] integers. Row of each request in the table.
     """
 
     block_tables: tuple[IntArray, ...]
@@ -217,42 +188,88 @@ class ExpectedStep:
     slot_mappings: Mapping[int, IntArray]
     query_start_loc: IntArray
     positions: IntArray
+    requests: IntArray
+    rows: IntArray
 
 
-def compare_slots(
-    expected: ExpectedStep, group: int, got: IntArray, names: BatchNames
-) -> tuple[int, Sequence[Mismatch]]:
-    """Return how many entries of a whole slot buffer are wrong, and the first ones by name."""
+def expected_step(
+    config: BlockTableConfig,
+    record: BlockRecord,
+    handles: IntArray,
+    call: str,
+    arguments: Mapping[str, Any],
+    requests: IntArray,
+    rows: IntArray,
+) -> ExpectedStep:
+    """Return what a call must put out.
+
+    Args:
+        record: what the rows hold as of the last commit.
+        handles: as `expected_slots`.
+        call: the method, one of `OUTPUT_CALLS`.
+        arguments: parameter -> value, arrays on the host.
+        requests, rows: as `ExpectedStep`.
+    """
+    starts, positions = arguments.get("query_start_loc"), arguments.get("positions")
+    starts = np.zeros(1, np.int32) if starts is None else starts
+    positions = np.empty(0, np.int64) if positions is None else positions
+    padded = arguments.get("num_reqs_padded")
+    padded = handles.size if padded is None else padded
+    groups = () if call == "compute_slot_mappings" else range(len(config.groups))
+    is_named, computed = arguments.get("groups") is not None, arguments.get("num_computed_tokens")
+    held = [(config, group, record.blocks[group], record.counts[group], handles) for group in range(len(config.groups))]
+    return ExpectedStep(
+        block_tables=tuple(expected_block_table(*held[group], computed) for group in groups),
+        table_shapes=tuple((padded, config.arena.widths[group]) for group in groups),
+        fillers=tuple(config.arena.fillers[group] for group in groups),
+        slot_mappings={
+            group: expected_slots(*held[group], starts, positions, size, is_named=is_named)
+            for group, size in slot_sizes(config, call, arguments).items()
+        },
+        query_start_loc=starts,
+        positions=positions,
+        requests=requests,
+        rows=rows,
+    )
+
+
+def slot_sizes(config: BlockTableConfig, call: str, arguments: Mapping[str, Any]) -> dict[int, int]:
+    """Return the entries of the slot array of each group whose slots a call puts out, in the order of the call."""
+    if call == "gather":
+        return {}
+    groups, out = arguments.get("groups"), arguments["out"]
+    chosen = range(len(config.groups)) if groups is None else np.atleast_1d(groups).tolist()
+    sizes = [config.max_num_batched_tokens] * len(chosen) if isinstance(out, int) else out
+    return dict(zip(chosen, sizes, strict=True))
+
+
+def compare_slots(expected: ExpectedStep, group: int, got: IntArray) -> tuple[int, list[str]]:
+    """Return how many entries of a whole slot buffer are wrong, and the first ones as sentences."""
     wanted = expected.slot_mappings[group]
     if got.shape != wanted.shape:
-        return 1, [Mismatch(f"group {group}, slot buffer: number of entries", "R3", wanted.size, got.size)]
+        return 1, [_sentence(f"group {group}, slot buffer: number of entries", "R3", wanted.size, got.size)]
     if np.array_equal(got, wanted):
-        return 0, ()
+        return 0, []
     wrong = np.flatnonzero(got != wanted)
-    return wrong.size, list(_name_slots(expected, group, got, names, wrong[:MAX_NAMED]))
+    return wrong.size, [
+        _sentence(*_name_token(expected, group, token), wanted[token], got[token])
+        for token in wrong[:MAX_NAMED].tolist()
+    ]
 
 
-def _name_slots(
-    expected: ExpectedStep, group: int, got: IntArray, names: BatchNames, tokens: IntArray
-) -> Iterator[Mismatch]:
-    for token in tokens.tolist():
-        values = int(expected.slot_mappings[group][token]), int(got[token])
-        index = int(np.searchsorted(expected.query_start_loc, token, side="right")) - 1
-        if not 0 <= index < names.rows.size or token >= expected.positions.size:
-            yield Mismatch(f"group {group}, token {token}, behind the last real token", "R15", *values)
-            continue
-        yield Mismatch(
-            f"group {group}, token {token}, request {names.requests[index]} (batch index {index}, row "
-            f"{names.rows[index]}), position {expected.positions[token]}",
-            "R12, R13",
-            *values,
-        )
+def _name_token(expected: ExpectedStep, group: int, token: int) -> tuple[str, str]:
+    """Return what a token is, and the rules that say its slot."""
+    index = int(np.searchsorted(expected.query_start_loc, token, side="right")) - 1
+    if not 0 <= index < expected.rows.size or token >= expected.positions.size:
+        return f"group {group}, token {token}, behind the last real token", "R15"
+    return (
+        f"group {group}, token {token}, request {expected.requests[index]} (batch index {index}, row "
+        f"{expected.rows[index]}), position {expected.positions[token]}"
+    ), "R12, R13"
 
 
-def compare_block_table(
-    expected: ExpectedStep, group: int, got: IntArray, names: BatchNames
-) -> tuple[int, Sequence[Mismatch]]:
-    """Return how many entries of a whole batch table are wrong, and the first ones by name.
+def compare_block_table(expected: ExpectedStep, group: int, got: IntArray) -> tuple[int, list[str]]:
+    """Return how many entries of a whole batch table are wrong, and the first ones as sentences.
 
     Args:
         got: [num_reqs_padded, width] int32.
@@ -262,27 +279,31 @@ def compare_block_table(
     for axis, (name, rule) in enumerate((("rows", "R10.4"), ("columns", "R3"))):
         size = expected.table_shapes[group][axis]
         if got.ndim != 2 or got.shape[axis] != size:
-            return 1, [Mismatch(f"group {group}, batch table: number of {name}", rule, size, got.shape[axis])]
+            return 1, [_sentence(f"group {group}, batch table: number of {name}", rule, size, got.shape[axis])]
     is_right = (
         np.array_equal(got[:num_reqs, :columns], wanted)
         and (got[:num_reqs, columns:] == filler).all()
         and (got[num_reqs:] == filler).all()
     )
     if is_right:
-        return 0, ()
+        return 0, []
     whole = np.full(got.shape, filler, np.int64)
     whole[:num_reqs, :columns] = wanted
     wrong = np.argwhere(got != whole)
     return len(wrong), [
-        Mismatch(*_name_entry(group, row, column, names), int(whole[row, column]), int(got[row, column]))
+        _sentence(*_name_entry(expected, group, row, column), whole[row, column], got[row, column])
         for row, column in wrong[:MAX_NAMED].tolist()
     ]
 
 
-def _name_entry(group: int, index: int, column: int, names: BatchNames) -> tuple[str, str]:
+def _name_entry(expected: ExpectedStep, group: int, index: int, column: int) -> tuple[str, str]:
     """Return where an entry of a batch table is, and the rules that it breaks when it is wrong."""
-    if index >= names.rows.size:
+    if index >= expected.rows.size:
         return f"group {group}, batch row {index} (padding), column {column}", "R10.3"
-    request, row = names.requests[index], names.rows[index]
+    request, row = expected.requests[index], expected.rows[index]
     rule = "R10.2" if request < 0 else "R10.1, R11"
     return f"group {group}, request {request} (batch index {index}, row {row}), column {column}", rule
+
+
+def _sentence(where: str, rule: str, expected: int, got: int) -> str:
+    return f"{where}: expected {expected}, got {got} ({rule})"

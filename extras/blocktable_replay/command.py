@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from blocktable import BlockTableConfig, get_backend
 from blocktable.cli import INTERRUPTED, UsageError, say
-from blocktable_replay.arguments import command_line, given_options, make_parser
+from blocktable_replay.arguments import given_options, make_parser
 from blocktable_replay.btrace import Recording, RecordingError, is_recording
 from blocktable_replay.lane import Lane
 from blocktable_replay.options import ReplayOptions, as_pairs
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         result = _replay_recording(arguments)
     else:
         result = _replay_trace(arguments)
-    summary = summarise(result, command_line(argv))
+    summary = summarise(result, shlex.join(["blocktable", "replay", *argv]))
     say(as_text(summary))
     if arguments.json is not None:
         _write(arguments.json, json.dumps(summary, indent=2) + "\n")
@@ -98,14 +99,11 @@ def _replay_trace(arguments: argparse.Namespace) -> ReplayResult:
     trace = _fitting(_read(arguments), options, arguments.on_bad_line)
     progress = make_progress(len(trace), "requests", is_quiet=arguments.quiet)
     try:
-        with _recorder(arguments, lanes[0]) as recorder:
+        path = arguments.record
+        with nullcontext() if path is None else Recorder(lanes[0].table, path) as recorder:
             return Replay(trace, options, lanes, recorder).run(progress, arguments.max_steps)
     finally:
         progress.close()
-
-
-def _recorder(arguments: argparse.Namespace, lane: Lane) -> AbstractContextManager[Recorder | None]:
-    return nullcontext() if arguments.record is None else Recorder(lane.table, arguments.record)
 
 
 def _read(arguments: argparse.Namespace) -> Trace:
@@ -160,9 +158,6 @@ def _replay_recording(arguments: argparse.Namespace) -> ReplayResult:
     finally:
         progress.close()
     if not result.counters["steps"]:
-        raise RecordingError(f"{recording.path}: the recording holds no step{_because(recording)}.")
+        reason = f": {recording.tear}" if recording.tear else ""
+        raise RecordingError(f"{recording.path}: the recording holds no step{reason}.")
     return result
-
-
-def _because(recording: Recording) -> str:
-    return f": {recording.tear}" if recording.tear else ""

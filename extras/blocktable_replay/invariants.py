@@ -9,7 +9,6 @@ import numpy as np
 from blocktable import IntArray, KVCacheGroup
 from blocktable_replay.plan import StepPlan
 from blocktable_replay.pool import BlockPool
-from blocktable_replay.record import BlockRecord
 from blocktable_replay.schedule import Scheduler
 
 AUDIT_EVERY = 256
@@ -52,7 +51,7 @@ def broken_by_blocks(scheduler: Scheduler) -> list[str]:
     """Return a sentence for each block of the scheduler's own books that does not add up."""
     broken = []
     for group, pool in enumerate(scheduler.pools):
-        held = _holders(scheduler.record, group, scheduler.running, pool.num_blocks)
+        held = scheduler.record.holders(group, scheduler.running, pool.num_blocks)
         wrong = np.flatnonzero(held != pool.references)
         if wrong.size:
             block = int(wrong[0])
@@ -64,9 +63,3 @@ def broken_by_blocks(scheduler: Scheduler) -> list[str]:
         if num_used != pool.num_used:
             broken.append(f"group {group}: {num_used} blocks are held, the allocator says {pool.num_used}")
     return broken
-
-
-def _holders(record: BlockRecord, group: int, handles: IntArray, num_blocks: int) -> IntArray:
-    """[num_blocks] int64. Live requests that hold each block; NULL is nobody's."""
-    held = [record.held(group, handle) for handle in handles.tolist()]
-    return np.bincount(np.concatenate([np.empty(0, np.int32), *held]), minlength=num_blocks)

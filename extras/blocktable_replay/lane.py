@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,8 @@ from blocktable import (
     StepBuffers,
     Writes,
 )
-from blocktable_replay.checker import BatchNames, ExpectedStep, compare_block_table, compare_slots
+from blocktable_replay.btrace import ARRAYS, OUTPUT_CALLS
+from blocktable_replay.checker import ExpectedStep, compare_block_table, compare_slots, slot_sizes
 from blocktable_replay.digest import chain_digests, output_digest
 from blocktable_replay.result import Findings
 
@@ -28,53 +29,6 @@ T = TypeVar("T")
 
 LOST = 1
 """What memory holds after a sleep: wrong, but no count that leads a kernel outside of its arrays."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """The arrays of a step, on the host: see `Batch`. None where the call has none."""
-
-    idx_mapping: IntArray | None
-    query_start_loc: IntArray | None
-    positions: IntArray | None
-    num_computed_tokens: IntArray | None
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A call that puts something out.
-
-    Attributes:
-        inputs: its arrays.
-        num_reqs_padded: batch rows. None: as many as requests.
-        num_tokens_padded: slots of the returned view. None: all.
-        out: number of the set of buffers; or the lengths of the caller's own slot arrays.
-        has_tables: whether it puts out batch tables.
-        has_slots: whether it puts out slots.
-        num_reqs: requests, for a gather without `idx_mapping`.
-        groups: as the call names them: those whose slots it puts out. None: all.
-    """
-
-    inputs: Inputs
-    num_reqs_padded: int | None
-    num_tokens_padded: int | None
-    out: int | list[int] = 0
-    has_tables: bool = True
-    has_slots: bool = True
-    num_reqs: int | None = None
-    groups: Any = None
-
-    def slot_groups(self, config: BlockTableConfig) -> list[int]:
-        """Return the groups whose slots are put out, in their order."""
-        if not self.has_slots:
-            return []
-        return list(range(len(config.groups))) if self.groups is None else np.atleast_1d(self.groups).tolist()
-
-    def slot_sizes(self, config: BlockTableConfig) -> dict[int, int]:
-        """Return the entries of the slot array of each such group."""
-        groups = self.slot_groups(config)
-        sizes = self.out if isinstance(self.out, list) else [config.max_num_batched_tokens] * len(groups)
-        return dict(zip(groups, sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +103,18 @@ class Lane:
         self._guard("write", lambda: self.table.store.write(writes, stream=None))
         self._guard("synchronize", lambda: self.backend.synchronize(self.device))
 
-    def run(self, name: str, target: Target) -> Outputs:
-        """Do one call that puts something out, and fetch it."""
-        call, out = self._guard("from_host", lambda: self._prepare(name, target))
-        slots, others = self._slots(name, target, out)
+    def run(self, name: str, arguments: Mapping[str, Any]) -> Outputs:
+        """Do one call that puts something out, and fetch it.
+
+        Args:
+            name: the method, one of `OUTPUT_CALLS`.
+            arguments: parameter -> value; arrays on the host, `out` as the number of a set or the lengths of arrays.
+        """
+        given = self._guard("from_host", lambda: self._on_device(arguments))
+        slots, others = self._slots(name, arguments, given["out"])
         before = self._guard("to_host", lambda: [values.copy() for values in self._fetch(others)])
-        result = self._timed(name, call)
+        method = getattr(self.table, name)
+        result = self._timed(name, lambda: method(**given))
         self.host_us.append(self._elapsed_ns / 1000.0)
         self.bytes_sent.append(self.table.num_bytes_sent - self._bytes_before)
         self._elapsed_ns, self._bytes_before = 0, self.table.num_bytes_sent
@@ -162,59 +122,38 @@ class Lane:
         has_kept = all(map(np.array_equal, before, self._guard("to_host", lambda: self._fetch(others))))
         return self._guard("to_host", lambda: Outputs(self._fetch(tables), self._fetch(slots), has_kept))
 
-    def _slots(self, name: str, target: Target, out: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    def _slots(self, name: str, arguments: Mapping[str, Any], out: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the slot arrays that a call writes, and those of its set that it must leave alone (R15)."""
         if name == "gather" or not isinstance(out, StepBuffers):
             return () if name == "gather" else out, ()
-        named, arrays = target.slot_groups(self.table.config), out.slot_mappings
+        named, arrays = slot_sizes(self.table.config, name, arguments), out.slot_mappings
         return [arrays[group] for group in named], [slots for group, slots in enumerate(arrays) if group not in named]
 
-    def error_of(self, name: str, values: Sequence[Any], target: Target | None) -> str | None:
+    def error_of(self, name: str, values: Sequence[Any]) -> str | None:
         """Do a call that should fail and return the name of its error; None where it does not fail."""
+        method = getattr(self.table, name)
         try:
-            if target is None:
-                getattr(self.table, name)(*values)
+            if name in OUTPUT_CALLS:
+                method(**self._on_device(dict(zip(OUTPUT_CALLS[name], values, strict=True))))
             else:
-                self._prepare(name, target)[0]()
+                method(*values)
         except Exception as error:
             return type(error).__name__
         return None
 
-    def _prepare(self, name: str, target: Target) -> tuple[Callable[[], Any], Any]:
-        """Return the call with its inputs on the device, and what it writes: a set, or the caller's own arrays."""
-        inputs = target.inputs
-        arrays = [inputs.idx_mapping, inputs.query_start_loc, inputs.positions]
-        idx_mapping, starts, positions = map(self._to_device, arrays)
-        out: Any = target.out if isinstance(target.out, list) else self._sets[target.out]
-        if isinstance(out, list):
-            dtype = np.dtype(self.table.config.slot_dtype)
-            out = [self.backend.from_host(np.full(size, PAD_SLOT_ID, dtype), self.device) for size in out]
-        table, rows, tokens = self.table, target.num_reqs_padded, target.num_tokens_padded
-        if name == "compute_slot_mappings":
-            return (
-                lambda: table.compute_slot_mappings(
-                    idx_mapping, starts, positions, num_tokens_padded=tokens, groups=target.groups, out=out
-                )
-            ), out
-        computed = self._to_device(inputs.num_computed_tokens)
-        if name == "gather":
-            return (
-                lambda: table.gather(idx_mapping, rows, num_reqs=target.num_reqs, num_computed_tokens=computed, out=out)
-            ), out
-        return (
-            lambda: table.step(
-                idx_mapping,
-                starts,
-                positions,
-                num_reqs_padded=rows,
-                num_tokens_padded=tokens,
-                num_computed_tokens=computed,
-                out=out,
-            )
-        ), out
-
-    def _to_device(self, array: Any) -> Any:
-        return self.backend.from_host(array, self.device) if isinstance(array, np.ndarray) else array
+    def _on_device(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a call's arguments as the table takes them."""
+        given = dict(arguments)
+        for name in ARRAYS:
+            if isinstance(given.get(name), np.ndarray):
+                given[name] = self.backend.from_host(given[name], self.device)
+        out, dtype = given["out"], np.dtype(self.table.config.slot_dtype)
+        given["out"] = (
+            self._sets[out]
+            if isinstance(out, int)
+            else [self.backend.from_host(np.full(size, PAD_SLOT_ID, dtype), self.device) for size in out]
+        )
+        return given
 
     def _fetch(self, arrays: Sequence[Any]) -> tuple[IntArray, ...]:
         return tuple(np.asarray(self.backend.to_host(values)) for values in arrays)
@@ -236,12 +175,12 @@ class Lane:
 
     # Outputs.
 
-    def compare(self, number: int, expected: ExpectedStep, names: BatchNames, outputs: Outputs) -> None:
+    def compare(self, number: int, expected: ExpectedStep, outputs: Outputs) -> None:
         """Compare every entry of a step's outputs."""
         for group, table in enumerate(outputs.block_tables):
-            self.findings.add(number, *compare_block_table(expected, group, table, names))
+            self.findings.add(number, *compare_block_table(expected, group, table))
         for group, slots in zip(expected.slot_mappings, outputs.slot_mappings, strict=True):
-            self.findings.add(number, *compare_slots(expected, group, slots, names))
+            self.findings.add(number, *compare_slots(expected, group, slots))
 
     def digest_outputs(self, outputs: Outputs) -> bytes:
         """Return the digest of one step's outputs, and add it to that of all."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,21 +16,32 @@ Operation = tuple[str, tuple[Any, ...]]
 NO_ROW = -1
 
 
-class RowLayout(Protocol):
+class RowLayout(ABC):
     """Gives rows to requests, which it knows by their handles.
 
     Attributes:
         row_of: [num_rows] int64. Row of each handle, `NO_ROW` where it has none.
     """
 
-    row_of: IntArray
+    def __init__(self, num_rows: int) -> None:
+        self.row_of: IntArray = np.full(num_rows, NO_ROW, np.int64)
 
+    @abstractmethod
     def place(self, handles: IntArray) -> None:
         """Give each handle a row that is empty."""
 
     def release(self, handles: IntArray) -> list[Operation]:
         """Take the rows away and empty them."""
+        rows = self.row_of[handles]
+        self.row_of[handles] = NO_ROW
+        self._free(rows)
+        return [("clear_rows", (rows,))]
 
+    @abstractmethod
+    def _free(self, rows: IntArray) -> None:
+        """Note that rows are empty."""
+
+    @abstractmethod
     def arrange(self, handles: IntArray, is_prefill: IntArray) -> tuple[IntArray, IntArray | None, list[Operation]]:
         """Put a batch into its order.
 
@@ -43,35 +55,31 @@ class RowLayout(Protocol):
         """
 
 
-class StableRows:
+class StableRows(RowLayout):
     """A row is a request's for life; `idx_mapping` says which rows a batch has. The row freed first is used first."""
 
     def __init__(self, num_rows: int) -> None:
-        self.row_of: IntArray = np.full(num_rows, NO_ROW, np.int64)
-        self._free = deque(range(num_rows))
+        super().__init__(num_rows)
+        self._empty = deque(range(num_rows))
 
     def place(self, handles: IntArray) -> None:
-        """Give each handle an empty row."""
+        """Give each handle the row that has been empty for longest."""
         for handle in handles.tolist():
-            self.row_of[handle] = self._free.popleft()
+            self.row_of[handle] = self._empty.popleft()
 
-    def release(self, handles: IntArray) -> list[Operation]:
-        """Take the rows away and empty them."""
-        rows = self.row_of[handles]
-        self.row_of[handles] = NO_ROW
-        self._free.extend(rows.tolist())
-        return [("clear_rows", (rows,))]
+    def _free(self, rows: IntArray) -> None:
+        self._empty.extend(rows.tolist())
 
     def arrange(self, handles: IntArray, is_prefill: IntArray) -> tuple[IntArray, IntArray | None, list[Operation]]:
-        """Return the order, the mapping and the row operations it takes."""
+        """Keep the order."""
         return np.arange(handles.size), self.row_of[handles].astype(np.int32), []
 
 
-class DenseRows:
+class DenseRows(RowLayout):
     """Batch index and row are one: after requests leave, others move up, and decodes stand before prefills."""
 
     def __init__(self, num_rows: int) -> None:
-        self.row_of: IntArray = np.full(num_rows, NO_ROW, np.int64)
+        super().__init__(num_rows)
         self._handle_in: IntArray = np.full(num_rows, NO_ROW, np.int64)
         self._end = 0  # rows at and after it are empty
 
@@ -82,12 +90,8 @@ class DenseRows:
         self._end += handles.size - holes.size
         self._put(handles, rows)
 
-    def release(self, handles: IntArray) -> list[Operation]:
-        """Take the rows away and empty them."""
-        rows = self.row_of[handles]
-        self.row_of[handles] = NO_ROW
+    def _free(self, rows: IntArray) -> None:
         self._handle_in[rows] = NO_ROW
-        return [("clear_rows", (rows,))]
 
     def arrange(self, handles: IntArray, is_prefill: IntArray) -> tuple[IntArray, IntArray | None, list[Operation]]:
         """Return the order, the mapping and the row operations it takes."""

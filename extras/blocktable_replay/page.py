@@ -8,7 +8,7 @@ from typing import Any
 
 from blocktable_replay.plots import draw_all, matplotlib_version
 from blocktable_replay.result import ReplayResult
-from blocktable_replay.summary import headline, label, shown, side_by_side, verdict
+from blocktable_replay.summary import findings, headline, label, shown, side_by_side, verdict
 
 STYLE = """
 :root { color-scheme: light; --ink: #1f2933; --soft: #66727f; --line: #e2e6eb; --paper: #fff; --wash: #f5f7f9; }
@@ -90,9 +90,7 @@ def _cells(tag: str, name: str, values: Iterable[str]) -> str:
 
 
 def _findings(summary: dict[str, Any]) -> str:
-    sentences = [f"{lane['description']}: {text}" for lane in summary["backends"] for text in lane["shown"]]
-    sentences += [f"schedule: {text}" for text in summary["broken_invariants"]["shown"]]
-    sentences += summary["notes"]
+    sentences = findings(summary) + summary["notes"]
     return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in sentences)}</ul>" if sentences else ""
 
 

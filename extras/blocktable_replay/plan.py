@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from blocktable import IntArray
 from blocktable_replay.layout import Operation
@@ -70,7 +70,3 @@ class Counters:
     forks: int = 0
     dummy_steps: int = 0
     sleeps: int = 0
-
-    def items(self) -> list[tuple[str, int]]:
-        """Return name and value of each."""
-        return [(entry.name, getattr(self, entry.name)) for entry in fields(self)]

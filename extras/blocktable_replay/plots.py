@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -65,65 +64,62 @@ def draw_all(result: ReplayResult) -> list[tuple[str, str, str]]:
         ]
 
 
-@contextmanager
-def _figure(svg: list[str], rows: int = 1) -> Iterator[list[Axes]]:
+def _figure(rows: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES))
-    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)
-    yield list(axes[:, 0])
+    return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
+
+
+def _svg(figure: Figure) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    svg.append(text.getvalue()[text.getvalue().index("<svg") :])
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def _blocks(time: Floats, unit: str, series: Series, num_blocks: int) -> str:
-    svg: list[str] = []
-    with _figure(svg) as (axes,):
-        _line(axes, time, series.blocks_used, BLUE, "in use")
-        if any(series.blocks_shared):
-            _line(axes, time, series.blocks_shared, ORANGE, "shared")
-        if num_blocks:
-            axes.axhline(num_blocks, color=GREY, linestyle="--", label="cache")
-        axes.set(xlabel=unit, ylabel="blocks", ylim=(0, 1.18 * max(num_blocks, *series.blocks_used)))
-        axes.legend(loc="upper right", ncols=3)
-    return svg[0]
+    figure, (axes,) = _figure()
+    _line(axes, time, series.blocks_used, BLUE, "in use")
+    if any(series.blocks_shared):
+        _line(axes, time, series.blocks_shared, ORANGE, "shared")
+    if num_blocks:
+        axes.axhline(num_blocks, color=GREY, linestyle="--", label="cache")
+    axes.set(xlabel=unit, ylabel="blocks", ylim=(0, 1.18 * max(num_blocks, *series.blocks_used)))
+    axes.legend(loc="upper right", ncols=3)
+    return _svg(figure)
 
 
 def _batch(time: Floats, unit: str, series: Series) -> str:
-    svg: list[str] = []
-    with _figure(svg, rows=2) as (requests, tokens):
-        _line(requests, time, series.num_reqs, GREEN, "")
-        _line(tokens, time, series.num_tokens, BLUE, "")
-        requests.set(ylabel="requests", ylim=(0, None))
-        tokens.set(xlabel=unit, ylabel="tokens", ylim=(0, None))
-    return svg[0]
+    figure, (requests, tokens) = _figure(rows=2)
+    _line(requests, time, series.num_reqs, GREEN, "")
+    _line(tokens, time, series.num_tokens, BLUE, "")
+    requests.set(ylabel="requests", ylim=(0, None))
+    tokens.set(xlabel=unit, ylabel="tokens", ylim=(0, None))
+    return _svg(figure)
 
 
 def _bytes(time: Floats, unit: str, result: ReplayResult) -> str:
-    svg: list[str] = []
-    with _figure(svg) as (axes,):
-        _line(axes, time, result.series.full_copy_bytes, GREY, "full copy", has_range=False)
-        for lane, colour in zip(result.lanes, _colours(result), strict=True):
-            _line(axes, time, lane.bytes_sent, colour, lane.name, has_range=len(result.lanes) == 1)
-        axes.set(xlabel=unit, ylabel="bytes a step")
-        axes.set_yscale("symlog", linthresh=100.0)
-        axes.set_ylim(0, None)
-        axes.legend(loc="upper right", ncols=4)
-    return svg[0]
+    figure, (axes,) = _figure()
+    _line(axes, time, result.series.full_copy_bytes, GREY, "full copy", has_range=False)
+    for lane, colour in zip(result.lanes, _colours(result), strict=True):
+        _line(axes, time, lane.bytes_sent, colour, lane.name, has_range=len(result.lanes) == 1)
+    axes.set(xlabel=unit, ylabel="bytes a step")
+    axes.set_yscale("symlog", linthresh=100.0)
+    axes.set_ylim(0, None)
+    axes.legend(loc="upper right", ncols=4)
+    return _svg(figure)
 
 
 def _host_time(result: ReplayResult) -> str:
-    svg: list[str] = []
-    with _figure(svg) as (axes,):
-        percent = np.concatenate((np.linspace(0, 99, 298), np.linspace(99, 100, 21)[1:]))
-        for lane, colour in zip(result.lanes, _colours(result), strict=True):
-            p50, p99 = np.percentile(lane.host_us, (50, 99))
-            name = f"{lane.description}: p50 {p50:,.0f}, p99 {p99:,.0f}"
-            axes.plot(np.percentile(lane.host_us, percent), percent, color=colour, label=name)
-            axes.plot([p50, p99], [50, 99], "o", color=colour, markersize=4)
-        axes.set_xscale("log")
-        axes.set(xlabel="microseconds", ylabel="% of steps", ylim=(0, 101))
-        axes.legend(loc="lower right")
-    return svg[0]
+    figure, (axes,) = _figure()
+    percent = np.concatenate((np.linspace(0, 99, 298), np.linspace(99, 100, 21)[1:]))
+    for lane, colour in zip(result.lanes, _colours(result), strict=True):
+        p50, p99 = np.percentile(lane.host_us, (50, 99))
+        name = f"{lane.description}: p50 {p50:,.0f}, p99 {p99:,.0f}"
+        axes.plot(np.percentile(lane.host_us, percent), percent, color=colour, label=name)
+        axes.plot([p50, p99], [50, 99], "o", color=colour, markersize=4)
+    axes.set_xscale("log")
+    axes.set(xlabel="microseconds", ylabel="% of steps", ylim=(0, 101))
+    axes.legend(loc="lower right")
+    return _svg(figure)
 
 
 def _colours(result: ReplayResult) -> list[str]:

@@ -5,34 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
-PLAIN_LINE_EVERY_S = 10.0
 LOOK_AT_CLOCK_EVERY = 64
 """Steps between two looks at the clock."""
 
 
-class Progress(Protocol):
-    """Hears of every step."""
-
-    def update(self, num_steps: int, num_done: int, num_mismatches: int) -> None:
-        """Show it, if it is time."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
-class SilentProgress:
-    """Shows nothing."""
-
-    def update(self, num_steps: int, num_done: int, num_mismatches: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PlainProgress:
+class Progress:
     """A line on stderr every ten seconds.
 
     Args:
@@ -40,21 +19,23 @@ class PlainProgress:
         unit: of what.
     """
 
-    def __init__(self, total: int | None, unit: str = "requests") -> None:
+    every_s = 10.0
+
+    def __init__(self, total: int | None, unit: str) -> None:
         self._total = total
         self._unit = unit
         self._begin = self._shown = time.monotonic()
 
     def update(self, num_steps: int, num_done: int, num_mismatches: int) -> None:
-        """Print a line, if the last one is old."""
+        """Hear of a step; show it, if it is time."""
         if num_steps % LOOK_AT_CLOCK_EVERY:
             return
         now = time.monotonic()
-        if now - self._shown >= PLAIN_LINE_EVERY_S:
+        if now - self._shown >= self.every_s:
             self._shown = now
-            self._print(num_steps, num_done, num_mismatches, now - self._begin)
+            self._show(num_steps, num_done, num_mismatches, now - self._begin)
 
-    def _print(self, num_steps: int, num_done: int, num_mismatches: int, seconds: float) -> None:
+    def _show(self, num_steps: int, num_done: int, num_mismatches: int, seconds: float) -> None:
         goal, left = "", ""
         if self._total is not None:
             goal = f"{num_done} of {self._total} {self._unit}, "
@@ -64,46 +45,44 @@ class PlainProgress:
         sys.stderr.flush()
 
     def close(self) -> None:
-        """Nothing to put back."""
+        """Leave the terminal as it was."""
 
 
-class RichProgress:
+class SilentProgress(Progress):
+    """Shows nothing."""
+
+    every_s = float("inf")
+
+    def __init__(self) -> None:
+        super().__init__(None, "")
+
+
+class RichProgress(Progress):
     """A bar on stderr with steps a second and the time left.
 
     Args:
-        total: how many will be done at the end. None: nobody knows.
-        unit: of what.
-        rich_progress: the module rich.progress.
+        total, unit: as `Progress`.
+        rich: the module rich.progress.
     """
 
-    REFRESH_S = 0.2
+    every_s = 0.2
 
-    def __init__(self, total: int | None, unit: str, rich_progress: Any) -> None:
-        console = importlib.import_module("rich.console").Console(stderr=True)
-        self._bar = rich_progress.Progress(
-            rich_progress.TextColumn("replay"),
-            rich_progress.BarColumn(),
-            rich_progress.MofNCompleteColumn(),
-            rich_progress.TextColumn(unit),
-            rich_progress.TextColumn("· {task.fields[steps]} steps · {task.fields[rate]:.0f} steps/s"),
-            rich_progress.TextColumn("· {task.fields[mismatches]} mismatches ·"),
-            rich_progress.TimeRemainingColumn(),
-            console=console,
+    def __init__(self, total: int | None, unit: str, rich: Any) -> None:
+        super().__init__(total, unit)
+        text = rich.TextColumn
+        self._bar = rich.Progress(
+            *(text("replay"), rich.BarColumn(), rich.MofNCompleteColumn(), text(unit)),
+            text("· {task.fields[steps]} steps · {task.fields[rate]:.0f} steps/s"),
+            *(text("· {task.fields[mismatches]} mismatches ·"), rich.TimeRemainingColumn()),
+            console=importlib.import_module("rich.console").Console(stderr=True),
             transient=True,
         )
         self._task = self._bar.add_task("replay", total=total, steps=0, rate=0.0, mismatches=0)
-        self._begin = self._shown = time.monotonic()
         self._bar.start()
 
-    def update(self, num_steps: int, num_done: int, num_mismatches: int) -> None:
-        """Move the bar, a few times a second."""
-        if num_steps % LOOK_AT_CLOCK_EVERY:
-            return
-        now = time.monotonic()
-        if now - self._shown >= self.REFRESH_S:
-            self._shown = now
-            rate = num_steps / (now - self._begin)
-            self._bar.update(self._task, completed=num_done, steps=num_steps, rate=rate, mismatches=num_mismatches)
+    def _show(self, num_steps: int, num_done: int, num_mismatches: int, seconds: float) -> None:
+        rate = num_steps / seconds
+        self._bar.update(self._task, completed=num_done, steps=num_steps, rate=rate, mismatches=num_mismatches)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -119,4 +98,4 @@ def make_progress(total: int | None, unit: str, *, is_quiet: bool) -> Progress:
             return RichProgress(total, unit, importlib.import_module("rich.progress"))
         except ImportError:
             pass
-    return PlainProgress(total, unit)
+    return Progress(total, unit)

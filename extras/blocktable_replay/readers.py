@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from blocktable_replay.traces import HASH_BLOCK_SIZE, MAX_NUM_TOKENS, BadLine, T
 OnBadLine = Literal["stop", "skip"]
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+AZURE_TIME = re.compile(r"(.{,19}[^.+Z-]*)(?:\.([0-9]*))?([+Z-].*)?")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 BURSTGPT_OTHER_COLUMNS = ("Session ID", "Elapsed time", "Model", "Total tokens", "Log Type")
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -37,30 +40,8 @@ class _WrongLineError(ValueError):
     """A line gives no request; the reason alone, the place is known by the caller."""
 
 
-@dataclass(slots=True)
-class _Columns:
-    """What a reader collects, a value for each good line."""
-
-    arrivals: list[float] = field(default_factory=list)
-    input_lengths: list[int] = field(default_factory=list)
-    output_lengths: list[int] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)
-    hash_ids: list[IntArray] = field(default_factory=list)
-
-
 Request = tuple[float, int, int, IntArray | None]
 """Arrival in milliseconds, tokens of the prompt, tokens generated, hashes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """How to read one format; `notes` grows while lines are parsed."""
-
-    name: str
-    parse: Callable[[str], Request]
-    has_header: bool
-    has_hashes: bool = False
-    notes: list[str] = field(default_factory=list)
 
 
 def read_trace(path: str | Path, *, on_bad_line: OnBadLine = "stop") -> Trace:
@@ -73,17 +54,16 @@ def read_trace(path: str | Path, *, on_bad_line: OnBadLine = "stop") -> Trace:
     Raises:
         TraceError: no such file, an unknown format, no requests, or a bad line.
     """
-    source = str(path)
+    source, notes = str(path), list[str]()
     lines = _numbered(read_lines(Path(path)))
     first = next(lines, None)
     if first is None:
         raise TraceError(f"{source}: the file is empty; a trace is {KNOWN_FORMATS}.")
-    form = _recognise(source, *first)
-    columns, bad = _Columns(), []
-    rest = lines if form.has_header else _chain(first, lines)
-    for number, text in rest:
+    name, parse = _recognise(source, *first, notes)
+    found, bad = list[tuple[Any, ...]](), list[BadLine]()
+    for number, text in lines if name.endswith("CSV") else chain([first], lines):
         try:
-            request = form.parse(text)
+            found.append((*parse(text), number))
         except _WrongLineError as error:
             if on_bad_line == "stop":
                 raise TraceError(
@@ -91,12 +71,22 @@ def read_trace(path: str | Path, *, on_bad_line: OnBadLine = "stop") -> Trace:
                     "go on."
                 ) from None
             bad.append(BadLine(number, str(error)))
-            continue
-        _add(columns, number, request)
-    if not columns.lines:
+    if not found:
         skipped = f" ({len(bad)} bad lines, the first is line {bad[0].line}: {bad[0].reason})" if bad else ""
         raise TraceError(f"{source}: the file holds no request{skipped}.")
-    return _trace(source, form, columns, bad)
+    found.sort(key=itemgetter(0))  # a few public traces are not sorted
+    arrivals, input_lengths, output_lengths, hash_ids, numbers = zip(*found, strict=True)
+    return Trace(
+        source=source,
+        format=name,
+        arrivals=np.array(arrivals, np.float64) - arrivals[0],
+        input_lengths=np.array(input_lengths, np.int64),
+        output_lengths=np.array(output_lengths, np.int64),
+        lines=np.array(numbers, np.int64),
+        hash_ids=None if hash_ids[0] is None else hash_ids,
+        bad_lines=tuple(bad),
+        notes=tuple(notes),
+    )
 
 
 def _numbered(lines: Iterator[str]) -> Iterator[tuple[int, str]]:
@@ -107,57 +97,23 @@ def _numbered(lines: Iterator[str]) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _chain(first: tuple[int, str], rest: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    yield first
-    yield from rest
-
-
-def _add(columns: _Columns, number: int, request: Request) -> None:
-    arrival, input_length, output_length, hash_ids = request
-    columns.arrivals.append(arrival)
-    columns.input_lengths.append(input_length)
-    columns.output_lengths.append(output_length)
-    columns.lines.append(number)
-    if hash_ids is not None:
-        columns.hash_ids.append(hash_ids)
-
-
-def _trace(source: str, form: _Format, columns: _Columns, bad: list[BadLine]) -> Trace:
-    arrivals = np.array(columns.arrivals, np.float64)
-    order = np.argsort(arrivals, kind="stable")  # a few public traces are not sorted
-    trace = Trace(
-        source=source,
-        format=form.name,
-        arrivals=arrivals - arrivals.min(),
-        input_lengths=np.array(columns.input_lengths, np.int64),
-        output_lengths=np.array(columns.output_lengths, np.int64),
-        lines=np.array(columns.lines, np.int64),
-        hash_ids=tuple(columns.hash_ids) if form.has_hashes else None,
-        bad_lines=tuple(bad),
-        notes=tuple(form.notes),
-    )
-    return trace.take(order)
-
-
-def _recognise(source: str, number: int, text: str) -> _Format:
-    """Choose the reader by the file's first line; its name says nothing."""
+def _recognise(source: str, number: int, text: str, notes: list[str]) -> tuple[str, Callable[[str], Request]]:
+    """Choose the format by the file's first line; its name says nothing. Return its name, and what parses a line."""
     if text.startswith("{"):
-        notes: list[str] = []
-        return _Format(
-            "Mooncake JSONL", _mooncake_parser(source, notes), has_header=False, has_hashes=True, notes=notes
-        )
+        return "Mooncake JSONL", _mooncake_parser(source, notes)
     try:
         header = _fields(text.removeprefix("\ufeff"))
     except _WrongLineError:
         header = []
-    for name, needed, others, make_parser in (
-        ("Azure CSV", AZURE_COLUMNS, (), _azure_parser),
-        ("BurstGPT CSV", BURSTGPT_COLUMNS, BURSTGPT_OTHER_COLUMNS, _burstgpt_parser),
+    for name, columns, others, to_ms in (
+        ("Azure CSV", AZURE_COLUMNS, (), _azure_time),
+        ("BurstGPT CSV", BURSTGPT_COLUMNS, BURSTGPT_OTHER_COLUMNS, _burstgpt_time),
     ):
-        if set(needed) <= set(header):
-            unknown = [column for column in header if column not in needed and column not in others]
-            said = [f"{source}:{number}: nothing reads the columns {', '.join(map(repr, unknown))}."] if unknown else []
-            return _Format(name, make_parser(header), has_header=True, notes=said)
+        if set(columns) <= set(header):
+            unknown = [column for column in header if column not in {*columns, *others}]
+            if unknown:
+                notes.append(f"{source}:{number}: nothing reads the columns {', '.join(map(repr, unknown))}.")
+            return name, _csv_parser(header, columns, to_ms)
     raise TraceError(f"{source}:{number}: {_shown(text)} begins no known trace; a trace is {KNOWN_FORMATS}.")
 
 
@@ -174,41 +130,24 @@ def _fields(text: str) -> list[str]:
         raise _WrongLineError(f"{_shown(text)} is no line of a CSV file: {error}") from None
 
 
-def _azure_parser(header: Sequence[str]) -> Callable[[str], Request]:
-    places = [header.index(column) for column in AZURE_COLUMNS]
+def _csv_parser(
+    header: Sequence[str], columns: Sequence[str], to_ms: Callable[[str], float]
+) -> Callable[[str], Request]:
+    """Return what parses a line. columns: those of the time, the prompt's length and the output's length."""
+    places = [header.index(column) for column in columns]
 
     def parse(text: str) -> Request:
-        stamp, context, generated = _pick(text, places, len(header))
-        return (
-            _azure_time(stamp),
-            _length("ContextTokens", context, 1),
-            _length("GeneratedTokens", generated, 0),
-            None,
-        )
+        values = _fields(text)
+        if len(values) != len(header):
+            raise _WrongLineError(f"{_shown(text)} has {len(values)} columns, the header names {len(header)}")
+        stamp, prompt, output = (values[place].strip() for place in places)
+        return to_ms(stamp), _length(columns[1], prompt, 1), _length(columns[2], output, 0), None
 
     return parse
 
 
-def _burstgpt_parser(header: Sequence[str]) -> Callable[[str], Request]:
-    places = [header.index(column) for column in BURSTGPT_COLUMNS]
-
-    def parse(text: str) -> Request:
-        stamp, request, response = _pick(text, places, len(header))
-        return (
-            _finite("Timestamp", stamp) * 1000.0,
-            _length("Request tokens", request, 1),
-            _length("Response tokens", response, 0),
-            None,
-        )
-
-    return parse
-
-
-def _pick(text: str, places: Sequence[int], num_columns: int) -> list[str]:
-    values = _fields(text)
-    if len(values) != num_columns:
-        raise _WrongLineError(f"{_shown(text)} has {len(values)} columns, the header names {num_columns}")
-    return [values[place].strip() for place in places]
+def _burstgpt_time(stamp: str) -> float:
+    return _finite("Timestamp", stamp) * 1000.0
 
 
 def _azure_time(stamp: str) -> float:
@@ -216,22 +155,14 @@ def _azure_time(stamp: str) -> float:
 
     The fraction has seven digits, one more than `datetime` keeps: it is read apart.
     """
-    text, zone = stamp, ""
-    for index in range(len("YYYY-MM-DD HH:MM:SS"), len(stamp)):
-        if stamp[index] in "+-Z":
-            text, zone = stamp[:index], stamp[index:]
-            break
-    whole, _, digits = text.partition(".")
-    if digits and not (digits.isascii() and digits.isdigit()):
-        raise _WrongLineError(f"TIMESTAMP {_shown(stamp)} is no time such as 2023-11-16 18:17:03.9799600")
+    found = AZURE_TIME.fullmatch(stamp)
     try:
+        whole, digits, zone = found.groups("") if found else ("", "", "")
         moment = datetime.fromisoformat(whole + zone)
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=UTC)
-        seconds = moment.timestamp()
+        seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         raise _WrongLineError(f"TIMESTAMP {_shown(stamp)} is no time such as 2023-11-16 18:17:03.9799600") from None
-    return seconds * 1000.0 + (float(f"0.{digits}") * 1000.0 if digits else 0.0)
+    return seconds * 1000.0 + float(f"0.{digits or 0}") * 1000.0
 
 
 def _mooncake_parser(source: str, notes: list[str]) -> Callable[[str], Request]:

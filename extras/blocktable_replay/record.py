@@ -27,45 +27,26 @@ class BlockRecord:
         self._nulls = [group.null_block_id for group in config.groups]
 
     def extend(self, group: int, handles: IntArray, block_ids: IntArray, counts: IntArray) -> None:
-        """Put `counts[i]` more blocks behind those of `handles[i]`.
-
-        Args:
-            handles: [n] distinct.
-            block_ids: [sum(counts)] int32.
-            counts: [n] int64.
-        """
-        blocks = self.blocks[group]
+        """Put `counts[i]` more blocks behind those of `handles[i]`; arguments as `put`."""
         held = self.counts[group, handles]
-        blocks.reshape(-1)[ranges(handles * blocks.shape[1] + held, counts)] = block_ids
+        self.put(group, handles, held, counts, block_ids)
         self.counts[group, handles] = held + counts
 
-    def tail(self, group: int, handles: IntArray, kept: IntArray) -> IntArray:
-        """Return the blocks at and after `kept[i]` of each handle, one after the other, [sum] int32."""
-        blocks = self.blocks[group]
-        lengths = np.maximum(self.counts[group, handles] - kept, 0)
-        return blocks.reshape(-1)[ranges(handles * blocks.shape[1] + kept, lengths)]
-
-    def span(self, group: int, handles: IntArray, starts: IntArray, stops: IntArray) -> IntArray:
-        """Return blocks `starts[i] .. stops[i] - 1` of each handle, one after the other, [sum] int32."""
-        blocks = self.blocks[group]
-        return blocks.reshape(-1)[ranges(handles * blocks.shape[1] + starts, stops - starts)]
-
-    def null(self, group: int, handles: IntArray, starts: IntArray, stops: IntArray) -> None:
-        """Give up blocks `starts[i] .. stops[i] - 1` of each handle; later ones stay."""
-        blocks = self.blocks[group]
-        blocks.reshape(-1)[ranges(handles * blocks.shape[1] + starts, stops - starts)] = NULLED
-
-    def replace(self, group: int, handles: IntArray, starts: IntArray, block_ids: IntArray, counts: IntArray) -> None:
+    def put(self, group: int, handles: IntArray, starts: IntArray, counts: IntArray, block_ids: IntArray | int) -> None:
         """Exchange `counts[i]` blocks of each handle from `starts[i]` on.
 
         Args:
             handles: [n] distinct.
-            starts: [n] int64.
-            block_ids: [sum(counts)] int32.
-            counts: [n] int64.
+            starts, counts: [n] int64.
+            block_ids: [sum(counts)] int32, or one for all: `NULLED` gives them up.
         """
         blocks = self.blocks[group]
         blocks.reshape(-1)[ranges(handles * blocks.shape[1] + starts, counts)] = block_ids
+
+    def take(self, group: int, handles: IntArray, starts: IntArray, counts: IntArray) -> IntArray:
+        """Return `counts[i]` blocks of each handle from `starts[i]` on, one after the other, [sum(counts)] int32."""
+        blocks = self.blocks[group]
+        return blocks.reshape(-1)[ranges(handles * blocks.shape[1] + starts, counts)]
 
     def remap(self, group: int, old_ids: IntArray, new_ids: IntArray) -> None:
         """Make block `old_ids[i]` block `new_ids[i]` wherever it stands, all at once.
@@ -86,3 +67,8 @@ class BlockRecord:
         blocks = self.blocks[group][handle, : self.counts[group, handle]]
         held: IntArray = blocks[(blocks >= 0) & (blocks != self._nulls[group])]
         return held
+
+    def holders(self, group: int, handles: IntArray, num_blocks: int = 0) -> IntArray:
+        """[at least num_blocks] int64. How many of the handles hold each block; NULL is nobody's."""
+        held = [self.held(group, handle) for handle in handles.tolist()]
+        return np.bincount(np.concatenate([np.empty(0, np.int32), *held]), minlength=num_blocks)

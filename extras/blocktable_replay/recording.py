@@ -5,25 +5,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.metadata
-import inspect
 import queue
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
 
 from blocktable import ArgumentError, BlockTable, IntArray, Observation, Step, StepBuffers
+from blocktable.observer import ROW_CALLS
 from blocktable_replay.btrace import (
-    ROW_CALLS,
+    ARRAYS,
+    OUTPUT_CALLS,
     Foreign,
     RecordingError,
-    config_as_data,
     put_frame,
     write_chunk,
     write_head,
@@ -38,9 +38,6 @@ CHUNK_SECONDS = 1.0
 
 _ROW_CALLS = frozenset(ROW_CALLS)
 _NO_ARGUMENTS = ("commit", "invalidate")
-_OUTPUTS = ("gather", "compute_slot_mappings", "step")
-_STEP = tuple(name for name in inspect.signature(BlockTable.step).parameters if name != "self")
-_ARRAYS = ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens")
 _ON_HOST = (np.ndarray, np.generic, int, type(None))
 
 _recorded: weakref.WeakSet[BlockTable] = weakref.WeakSet()
@@ -152,9 +149,7 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -186,13 +181,13 @@ class Recorder:
     def before(self, call: str, arguments: Mapping[str, Any]) -> None:
         """Write the call down before it is made: one that never returns is the one to look for."""
         if call == "step_metadata":  # is a step, and exports, which are not written
-            call, arguments = "step", {name: arguments[name] for name in _STEP}
+            call = "step"
         if call in _ROW_CALLS:
             self._put(call, tuple(arguments.values()))
-        elif call in _OUTPUTS:
+        elif call in OUTPUT_CALLS:
             if self._digests:
                 self._out, self._groups = arguments["out"], arguments.get("groups")
-            self._put(call, self._as_written(arguments))
+            self._put(call, self._as_written(call, arguments))
         elif call in _NO_ARGUMENTS:
             self._put(call, ())
 
@@ -204,20 +199,20 @@ class Recorder:
         elif self._digests and call == "step_metadata":
             tables, slots = zip(*((group.block_table, group.slot_mapping) for group in result.groups), strict=True)
             self._put_digest("step", Step(tables, slots))
-        elif self._digests and call in _OUTPUTS:
+        elif self._digests and call in OUTPUT_CALLS:
             self._put_digest(call, result)
 
     def failed(self, call: str, error: Exception) -> None:
         """Write down the error's name."""
         self._out = self._groups = None
-        if call == "step_metadata" or call in _ROW_CALLS or call in _OUTPUTS or call in _NO_ARGUMENTS:
+        if call == "step_metadata" or call in _ROW_CALLS or call in OUTPUT_CALLS or call in _NO_ARGUMENTS:
             self._put("raised", (type(error).__name__.encode(),))
 
     # Arguments, as the format holds them.
 
-    def _as_written(self, arguments: Mapping[str, Any]) -> list[Any]:
-        inputs = {name: value for name, value in arguments.items() if name not in ("out", "stream")}
-        values = (self._array(value) if name in _ARRAYS else self._host(value) for name, value in inputs.items())
+    def _as_written(self, call: str, arguments: Mapping[str, Any]) -> list[Any]:
+        inputs = [(name, arguments[name]) for name in OUTPUT_CALLS[call][:-1]]
+        values = (self._array(value) if name in ARRAYS else self._host(value) for name, value in inputs)
         return [*values, self._set_number(arguments["out"])]
 
     def _array(self, value: Any) -> Any:
@@ -298,7 +293,7 @@ def _head(table: BlockTable) -> dict[str, Any]:
         "numpy": np.__version__,
         "backend": table.backend.name,
         "fingerprint": table.config.fingerprint(),
-        "config": config_as_data(table.config),
+        "config": asdict(table.config),
     }
 
 

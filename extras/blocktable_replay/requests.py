@@ -1,4 +1,4 @@
-"""Requests: what waits, what comes in, and the state of those that run."""
+"""Requests: what waits, and the state of those that run."""
 
 from __future__ import annotations
 
@@ -38,30 +38,6 @@ class Request:
     def num_known(self) -> int:
         """Tokens that are there to be computed."""
         return self.input_length + self.num_generated
-
-
-class Arrivals:
-    """What comes in at one step: handles, and their blocks group by group.
-
-    Attributes:
-        handles: of the requests.
-        blocks: for each group one array for each handle.
-    """
-
-    def __init__(self, num_groups: int) -> None:
-        self.handles: list[int] = []
-        self.blocks: list[list[IntArray]] = [[] for _ in range(num_groups)]
-
-    @property
-    def counts(self) -> IntArray:
-        """[num_groups, n] int64. Blocks of each request."""
-        sizes = [[ids.size for ids in arrays] for arrays in self.blocks]
-        return np.array(sizes, np.int64).reshape(len(self.blocks), len(self.handles))
-
-    @property
-    def flat_blocks(self) -> list[IntArray]:
-        """For each group [sum of its counts] int32."""
-        return [np.concatenate([np.empty(0, np.int32), *arrays]) for arrays in self.blocks]
 
 
 class LiveRequests:

@@ -28,8 +28,12 @@ class Findings:
     count: int = 0
     shown: list[str] = field(default_factory=list)
 
-    def add(self, step: int, count: int, sentences: Sequence[Any]) -> None:
-        """Count, and keep the sentence where there is room."""
+    def add_all(self, step: int, sentences: Sequence[str]) -> None:
+        """Count the sentences, and keep those for which there is room."""
+        self.add(step, len(sentences), sentences)
+
+    def add(self, step: int, count: int, sentences: Sequence[str]) -> None:
+        """Count, and keep the sentences for which there is room."""
         self.count += count
         self.shown += [f"step {step}, {sentence}" for sentence in sentences[: MAX_SHOWN - len(self.shown)]]
 
@@ -54,6 +58,11 @@ class Series:
     blocks_shared: array[int] = field(default_factory=lambda: array("q"))
     full_copy_bytes: array[int] = field(default_factory=lambda: array("q"))
 
+    def add(self, **values: float) -> None:
+        """Add one step: a number for each attribute."""
+        for name, value in values.items():
+            getattr(self, name).append(value)
+
 
 @dataclass(slots=True)
 class ReplayResult:
@@ -63,8 +72,8 @@ class ReplayResult:
         source: what was replayed: the file, its format, how much of it.
         options: how, in words; empty for a recording.
         config: the table's configuration.
-        series: one number a step.
         lanes: each backend, with its findings and times.
+        series: one number a step.
         broken: broken invariants of the schedule itself.
         counters: what happened, by name.
         notes: sentences for the user.
@@ -76,9 +85,9 @@ class ReplayResult:
     source: dict[str, Any]
     options: dict[str, Any]
     config: BlockTableConfig
-    series: Series
     lanes: list[Lane]
-    broken: Findings
+    series: Series = field(default_factory=Series)
+    broken: Findings = field(default_factory=Findings)
     counters: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     wall_s: float = 0.0

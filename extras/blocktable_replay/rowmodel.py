@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from blocktable import BlockTableConfig, IntArray
-from blocktable_replay.prefix import NO_BLOCKS
-from blocktable_replay.record import BlockRecord
+from blocktable_replay.record import NULLED, BlockRecord
+
+OF_ONE_ROW: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "append_row": lambda row, ids: ("append_rows", [row], ids, None),
+    "set_row": lambda row, ids: ("set_rows", [row], ids, None),
+    "clear_row": lambda row: ("clear_rows", [row]),
+    "truncate_row": lambda row, kept: ("truncate_rows", [row], np.reshape(kept, (-1, 1))),
+    "null_range": lambda row, group, start, stop: ("null_ranges", [row], group, [start], [stop]),
+    "replace_blocks": lambda row, group, start, ids: ("replace_block_ranges", [row], group, [start], ids, None),
+    "move_row": lambda src, dst: ("permute_rows", [src], [dst]),
+    "swap_rows": lambda a, b: ("permute_rows", [a, b], [b, a]),
+    "copy_row": lambda src, dst: ("copy_rows", [src], [dst]),
+}
+"""Operations of one row -> the same of many, with its arguments; counts None: all ids are for the one row."""
 
 
 class RowModel:
@@ -29,6 +41,8 @@ class RowModel:
 
     def apply(self, name: str, values: Sequence[Any]) -> None:
         """Do what one call does to the rows; a call that changes none does nothing."""
+        if name in OF_ONE_ROW:
+            name, *values = OF_ONE_ROW[name](*values)
         operation = getattr(self, f"_{name}", None)
         if operation is not None:
             operation(*values)
@@ -45,112 +59,65 @@ class RowModel:
 
     def holders(self) -> list[IntArray]:
         """Return for each group [highest id + 1] int64: how many rows hold each block; NULL is nobody's."""
-        counts = self.committed.counts
-        return [
-            np.bincount(
-                np.concatenate(
-                    [NO_BLOCKS, *(self.committed.held(group, row) for row in np.flatnonzero(counts[group]).tolist())]
-                )
-            )
-            for group in range(self._num_groups)
-        ]
+        record = self.committed
+        return [record.holders(group, np.flatnonzero(counts)) for group, counts in enumerate(record.counts)]
 
-    # The operations, named as the methods of BlockTable.
+    # The operations of many rows, named as the methods of BlockTable.
 
     def _append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
-        where = np.asarray(rows, np.int64)
-        ids, sizes = self._ids(block_ids), self._sizes(counts, where.size)
+        where, ids = self._change(rows), self._ids(block_ids)
+        sizes = np.array([[group.size] for group in ids]) if counts is None else self._sizes(counts, where.size)
         for group in range(self._num_groups):
             if ids[group].size:
                 self.host.extend(group, where, ids[group].astype(np.int32), sizes[group])
-        self._changed[where] = True
 
     def _set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
         self._clear_rows(rows)
         self._append_rows(rows, block_ids, counts)
 
-    def _append_row(self, row: int, block_ids: Any) -> None:
-        ids = self._ids(block_ids)
-        self._append_rows([row], ids, [np.array([group_ids.size]) for group_ids in ids])
-
-    def _set_row(self, row: int, block_ids: Any) -> None:
-        self._clear_rows([row])
-        self._append_row(row, block_ids)
-
     def _clear_rows(self, rows: Any) -> None:
-        where = np.asarray(rows, np.int64)
-        self.host.counts[:, where] = 0
-        self._changed[where] = True
-
-    def _clear_row(self, row: int) -> None:
-        self._clear_rows([row])
+        self.host.counts[:, self._change(rows)] = 0
 
     def _clear(self) -> None:
         self._clear_rows(np.arange(self._num_rows))
 
     def _truncate_rows(self, rows: Any, num_blocks: Any) -> None:
-        where = np.asarray(rows, np.int64)
+        where = self._change(rows)
         kept = self._sizes(num_blocks, where.size)
         self.host.counts[:, where] = np.minimum(self.host.counts[:, where], kept)
-        self._changed[where] = True
-
-    def _truncate_row(self, row: int, num_blocks: Any) -> None:
-        kept = np.broadcast_to(_bounded(num_blocks), (self._num_groups,))
-        self._truncate_rows([row], kept[:, None])
 
     def _null_ranges(self, rows: Any, group: int, starts: Any, stops: Any) -> None:
-        where = np.asarray(rows, np.int64)
-        self.host.null(group, where, np.asarray(starts, np.int64), np.asarray(stops, np.int64))
-        self._changed[where] = True
-
-    def _null_range(self, row: int, group: int, start: int, stop: int) -> None:
-        self._null_ranges([row], group, [start], [stop])
+        firsts = np.asarray(starts, np.int64)
+        self.host.put(group, self._change(rows), firsts, np.asarray(stops, np.int64) - firsts, NULLED)
 
     def _permute_rows(self, src: Any, dst: Any) -> None:
-        source, target = np.asarray(src, np.int64), np.asarray(dst, np.int64)
+        counts = self.host.counts[:, np.asarray(src, np.int64)]
+        self._copy_rows(src, dst)
+        self.host.counts[:, self._change(src)] = 0
+        self.host.counts[:, np.asarray(dst, np.int64)] = counts
+
+    def _copy_rows(self, src: Any, dst: Any) -> None:
+        source, target = np.asarray(src, np.int64), self._change(dst)
         counts = self.host.counts[:, source]
         for group, blocks in enumerate(self.host.blocks):
             longest = int(counts[group].max(initial=0))
             blocks[target, :longest] = blocks[source, :longest]
-        self.host.counts[:, source] = 0
         self.host.counts[:, target] = counts
-        self._changed[source] = True
-        self._changed[target] = True
-
-    def _move_row(self, src: int, dst: int) -> None:
-        if src != dst:
-            self._permute_rows([src], [dst])
-
-    def _swap_rows(self, a: int, b: int) -> None:
-        if a != b:
-            self._permute_rows([a, b], [b, a])
-
-    def _copy_row(self, src: int, dst: int) -> None:
-        for blocks in self.host.blocks:
-            blocks[dst] = blocks[src]
-        self.host.counts[:, dst] = self.host.counts[:, src]
-        self._changed[dst] = True
-
-    def _copy_rows(self, src: Any, dst: Any) -> None:
-        source, target = np.asarray(src, np.int64), np.asarray(dst, np.int64)
-        for blocks in self.host.blocks:
-            blocks[target] = blocks[source]
-        self.host.counts[:, target] = self.host.counts[:, source]
-        self._changed[target] = True
 
     def _replace_block_ranges(self, rows: Any, group: int, starts: Any, block_ids: Any, counts: Any) -> None:
-        where = np.asarray(rows, np.int64)
-        firsts, sizes = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
-        self.host.replace(group, where, firsts, _one_group(block_ids), sizes)
-        self._changed[where] = True
-
-    def _replace_blocks(self, row: int, group: int, start: int, block_ids: Any) -> None:
         ids = _one_group(block_ids)
-        self._replace_block_ranges([row], group, [start], ids, [ids.size])
+        sizes = np.asarray([ids.size] if counts is None else counts, np.int64)
+        self.host.put(group, self._change(rows), np.asarray(starts, np.int64), sizes, ids)
 
     def _remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
         self.host.remap(group, _one_group(old_ids), _one_group(new_ids))
         self._changed |= self.host.counts[group] > 0
+
+    def _change(self, rows: Any) -> IntArray:
+        """Return rows as [n] int64, and note that they change."""
+        where = np.asarray(rows, np.int64)
+        self._changed[where] = True
+        return where
 
     # Arguments, in the many forms that the contract allows (R8).
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
-from blocktable_replay.checker import BatchNames, ExpectedStep, expected_block_table, expected_slots
+from blocktable import IntArray
+from blocktable_replay.btrace import OUTPUT_CALLS
+from blocktable_replay.checker import expected_step
 from blocktable_replay.digest import slot_digest
 from blocktable_replay.invariants import AUDIT_EVERY, broken_by_blocks, broken_by_slots
-from blocktable_replay.lane import Inputs, Lane, Outputs, Target
+from blocktable_replay.lane import Lane
 from blocktable_replay.options import ReplayOptions, describe_options, tokens_per_block
 from blocktable_replay.plan import StepPlan
 from blocktable_replay.progress import Progress
 from blocktable_replay.recording import Recorder
-from blocktable_replay.result import Findings, ReplayResult, Series
+from blocktable_replay.result import ReplayResult
 from blocktable_replay.schedule import Scheduler
 from blocktable_replay.traces import Trace
 
@@ -47,7 +51,49 @@ def unfit_requests(trace: Trace, options: ReplayOptions) -> dict[int, str]:
     return wrong
 
 
-class Replay:
+class Run(ABC):
+    """Drives lanes step by step; `result` says what was found."""
+
+    result: ReplayResult
+    has_ended = False
+
+    def run(self, progress: Progress, max_steps: int | None = None) -> ReplayResult:
+        """Go on to the end, to `max_steps`, or until the user interrupts."""
+        begin = time.perf_counter()
+        try:
+            for num_steps, num_done in self._steps():
+                progress.update(num_steps, num_done, self.result.num_mismatches)
+                if max_steps is not None and num_steps >= max_steps:
+                    self.result.is_whole = self.has_ended
+                    break
+        except KeyboardInterrupt:  # perhaps in the middle of a step, whose books do not add up
+            self.result.is_whole, self.result.was_interrupted = False, True
+        self._conclude()
+        self.result.wall_s = time.perf_counter() - begin
+        return self.result
+
+    @abstractmethod
+    def _steps(self) -> Iterator[tuple[int, int]]:
+        """Do one step, or a call between two; yield how many steps, and what the progress counts, are done."""
+
+    @abstractmethod
+    def _conclude(self) -> None:
+        """Write down what is known at the end."""
+
+    def _note(self, clock_s: float, num_reqs: int, num_tokens: int, holders: Iterable[IntArray]) -> None:
+        """Write a step down. holders: of each group, how many requests hold each block."""
+        counts = list(holders)
+        self.result.series.add(
+            clock_s=clock_s,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            blocks_used=sum(int(np.count_nonzero(held)) for held in counts),
+            blocks_shared=sum(int(np.count_nonzero(held > 1)) for held in counts),
+            full_copy_bytes=num_reqs * sum(self.result.config.arena.widths) * INT32_BYTES,
+        )
+
+
+class Replay(Run):
     """Drives lanes through a schedule.
 
     Args:
@@ -62,111 +108,49 @@ class Replay:
     ) -> None:
         self.scheduler: Scheduler = Scheduler(trace, options)
         self._recorder = recorder
-        self._config = self.scheduler.config
-        self._widths = [self._config.width(group) for group in range(len(self._config.groups))]
-        self.result: ReplayResult = ReplayResult(
-            source={
-                "source": trace.source,
-                "format": trace.format,
-                "requests": len(trace),
-                "bad_lines": len(trace.bad_lines),
-            },
+        facts = {"requests": len(trace), "bad_lines": len(trace.bad_lines)}
+        self.result = ReplayResult(
+            source={"source": trace.source, "format": trace.format} | facts,
             options=describe_options(options),
-            config=self._config,
-            series=Series(),
+            config=self.scheduler.config,
             lanes=list(lanes),
-            broken=Findings(),
             notes=list(trace.notes),
         )
 
-    def run(self, progress: Progress, max_steps: int | None = None) -> ReplayResult:
-        """Replay to the end, to `max_steps`, or until the user interrupts; then say what was found."""
-        begin = time.perf_counter()
+    def _steps(self) -> Iterator[tuple[int, int]]:
         counters = self.scheduler.counters
-        try:
-            while (plan := self._next_plan(max_steps)) is not None:
-                self._step(plan)
-                progress.update(counters.steps, counters.requests, self.result.num_mismatches)
-            self._audit()
-        except KeyboardInterrupt:  # perhaps in the middle of a step, whose books do not add up
-            self.result.is_whole, self.result.was_interrupted = False, True
-        self.result.counters = dict(counters.items())
-        self.result.wall_s = time.perf_counter() - begin
-        return self.result
+        while (plan := self.scheduler.next_step()) is not None:
+            self.has_ended = self.scheduler.has_ended
+            self._step(plan)
+            yield counters.steps, counters.requests
 
-    def _next_plan(self, max_steps: int | None) -> StepPlan | None:
-        if max_steps is not None and self.scheduler.counters.steps >= max_steps:
-            self.result.is_whole = self.scheduler.has_ended
-            return None
-        return self.scheduler.next_step()
+    def _conclude(self) -> None:
+        if not self.result.was_interrupted:
+            self._audit()
+        self.result.counters = asdict(self.scheduler.counters)
 
     def _step(self, plan: StepPlan) -> None:
-        number = self.scheduler.counters.steps
-        expected, names = self._expect(plan), BatchNames(plan.requests, plan.rows)
-        inputs = Inputs(plan.idx_mapping, plan.query_start_loc, plan.positions, plan.num_computed_tokens)
-        target = Target(inputs, plan.num_reqs_padded, plan.num_tokens_padded)
+        number, config, pools = self.scheduler.counters.steps, self.result.config, self.scheduler.pools
+        arguments = {name: getattr(plan, name) for name in OUTPUT_CALLS["step"][:-1]} | {"out": 0}
+        record = self.scheduler.record
+        expected = expected_step(config, record, plan.handles, "step", arguments, plan.requests, plan.rows)
         for lane in self.result.lanes:
-            for name, arguments in plan.operations:
+            for name, values in plan.operations:
                 if name == "invalidate":
                     lane.lose_memory()
-                lane.operate(name, arguments)
-            outputs = lane.run("step", target)
-            lane.compare(number, expected, names, outputs)
-            self._check_writers(number, plan, lane, outputs)
+                lane.operate(name, values)
+            outputs = lane.run("step", arguments)
+            lane.compare(number, expected, outputs)
+            lane.findings.add_all(number, broken_by_slots(plan, pools, config.groups, outputs.slot_mappings))
             lane.slot_digest = slot_digest(lane.slot_digest, plan, outputs.slot_mappings)
-            self._record_digest(lane, outputs)
+            if self._recorder is not None:
+                digest = lane.digest_outputs(outputs)
+                if lane is self.result.lanes[0]:
+                    self._recorder.add_digest(digest)
         if number % AUDIT_EVERY == 0:
             self._audit()
-        self._note(plan)
-
-    def _check_writers(self, number: int, plan: StepPlan, lane: Lane, outputs: Outputs) -> None:
-        broken = broken_by_slots(plan, self.scheduler.pools, self._config.groups, outputs.slot_mappings)
-        lane.findings.add(number, len(broken), broken)
-
-    def _record_digest(self, lane: Lane, outputs: Outputs) -> None:
-        if self._recorder is not None:
-            digest = lane.digest_outputs(outputs)
-            if lane is self.result.lanes[0]:
-                self._recorder.add_digest(digest)
-
-    def _expect(self, plan: StepPlan) -> ExpectedStep:
-        config, record, handles = self._config, self.scheduler.record, plan.handles
-        groups = range(len(config.groups))
-        return ExpectedStep(
-            block_tables=tuple(
-                expected_block_table(
-                    config, group, record.blocks[group], record.counts[group], handles, plan.num_computed_tokens
-                )
-                for group in groups
-            ),
-            table_shapes=tuple((plan.num_reqs_padded, width) for width in self._widths),
-            fillers=tuple(group.filler for group in config.groups),
-            slot_mappings={
-                group: expected_slots(
-                    config,
-                    group,
-                    record.blocks[group],
-                    record.counts[group],
-                    handles,
-                    plan.query_start_loc,
-                    plan.positions,
-                    config.max_num_batched_tokens,
-                )
-                for group in groups
-            },
-            query_start_loc=plan.query_start_loc,
-            positions=plan.positions,
-        )
+        references = (pool.references for pool in pools)
+        self._note(self.scheduler.clock_ms / 1000.0, plan.handles.size, plan.positions.size, references)
 
     def _audit(self) -> None:
-        broken = broken_by_blocks(self.scheduler)
-        self.result.broken.add(self.scheduler.counters.steps, len(broken), broken)
-
-    def _note(self, plan: StepPlan) -> None:
-        series, pools = self.result.series, self.scheduler.pools
-        series.clock_s.append(self.scheduler.clock_ms / 1000.0)
-        series.num_reqs.append(plan.handles.size)
-        series.num_tokens.append(plan.positions.size)
-        series.blocks_used.append(sum(pool.num_used for pool in pools))
-        series.blocks_shared.append(sum(int(np.count_nonzero(pool.references > 1)) for pool in pools))
-        series.full_copy_bytes.append(plan.handles.size * sum(self._widths) * INT32_BYTES)
+        self.result.broken.add_all(self.scheduler.counters.steps, broken_by_blocks(self.scheduler))

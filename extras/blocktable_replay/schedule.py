@@ -20,7 +20,7 @@ from blocktable_replay.plan import NO_REQUEST, Counters, StepPlan
 from blocktable_replay.pool import BlockPool
 from blocktable_replay.prefix import NO_BLOCKS, PrefixCache, PrefixIndex
 from blocktable_replay.record import NULLED, BlockRecord
-from blocktable_replay.requests import Arrivals, LiveRequests, Request
+from blocktable_replay.requests import LiveRequests, Request
 from blocktable_replay.sampling import num_accepted
 from blocktable_replay.traces import Trace
 
@@ -152,15 +152,18 @@ class Scheduler:
         num_preempted = self.counters.preemptions
         tokens = self._make_room(self._share_budget())
         needs = self._needed_blocks(self.running, tokens)
-        grown, blocks = self.running[needs.any(0)], self._grow(needs)
-        new, resumed = Arrivals(len(self.pools)), Arrivals(len(self.pools))
+        grown, kept = self.running[needs.any(0)], self.record.counts[:, self.running[needs.any(0)]]
+        self._grow(needs)
+        new, resumed = list[int](), list[int]()
         if self.counters.preemptions == num_preempted:
             admitted = self._admit(self.config.max_num_batched_tokens - int(tokens.sum()), new, resumed)
             tokens = np.concatenate((tokens, np.array(admitted, np.int64)))
-        self._layout.place(np.array(new.handles + resumed.handles, np.int64))
+        self._layout.place(np.array(new + resumed, np.int64))
         self._order_batch(tokens)
-        self._write_rows(grown, needs[:, needs.any(0)], blocks, new)
-        self._replace_rows(resumed)
+        # Rows that have grown, and the empty ones of new requests, in one call.
+        appended = np.concatenate((grown, np.array(new, np.int64)))
+        self._write_rows("append_rows", appended, np.pad(kept, ((0, 0), (0, len(new)))))
+        self._write_rows("set_rows", np.array(resumed, np.int64), np.zeros((len(self.pools), len(resumed)), np.int64))
         is_chunk = (tokens > 0) & (tokens < self._live.waiting_tokens(self.running))
         self.counters.chunked_prefills += int(np.count_nonzero(is_chunk))
         return tokens
@@ -195,15 +198,12 @@ class Scheduler:
             self._preempt(int(self.running[-1]))
             self.running, tokens = self.running[:-1], tokens[:-1]
 
-    def _grow(self, needs: IntArray) -> list[IntArray]:
+    def _grow(self, needs: IntArray) -> None:
         """Take the blocks that running requests lack."""
-        taken = []
         for group, pool in enumerate(self.pools):
             counts = needs[group]
             blocks = pool.take(int(counts.sum()), np.repeat(self._live.uids[self.running], counts))
             self.record.extend(group, self.running, blocks, counts)
-            taken.append(blocks)
-        return taken
 
     def _preempt(self, handle: int) -> None:
         (request,) = self._release(np.array([handle]))
@@ -222,7 +222,7 @@ class Scheduler:
 
     # Coming in.
 
-    def _admit(self, budget: int, new: Arrivals, resumed: Arrivals) -> list[int]:
+    def _admit(self, budget: int, new: list[int], resumed: list[int]) -> list[int]:
         """Let waiting requests in, first come first served, while rows, blocks and the budget last.
 
         Returns:
@@ -237,7 +237,7 @@ class Scheduler:
             if not self._fits(hits, lacking):
                 break
             self._waiting.popleft()
-            self._enter(request, num_cached, hits, lacking, resumed if request.was_preempted else new)
+            (resumed if request.was_preempted else new).append(self._enter(request, num_cached, hits, lacking))
             tokens.append(count)
             budget -= count
         return tokens
@@ -251,12 +251,8 @@ class Scheduler:
         return self._cache.find(request.keys, request.num_known - 1)
 
     def _lacking(self, hits: list[IntArray], num_tokens: int) -> list[int]:
-        return [
-            -(-num_tokens // size) - found.size if is_linear else fixed
-            for size, found, is_linear, fixed in zip(
-                self._sizes, hits, self._is_linear.tolist(), self._fixed_blocks, strict=True
-            )
-        ]
+        blocks = np.where(self._is_linear, -(-num_tokens // self._size_column[:, 0]), self._fixed_blocks)
+        return [count - found.size for count, found in zip(blocks.tolist(), hits, strict=True)]
 
     def _fits(self, hits: list[IntArray], lacking: list[int]) -> bool:
         for pool, found, count in zip(self.pools, hits, lacking, strict=True):
@@ -265,21 +261,26 @@ class Scheduler:
                 return False
         return True
 
-    def _enter(
-        self, request: Request, num_cached: int, hits: list[IntArray], lacking: list[int], arrivals: Arrivals
-    ) -> None:
+    def _enter(self, request: Request, num_cached: int, hits: list[IntArray], lacking: list[int]) -> int:
         handle = self._start(request, num_cached)
-        arrivals.handles.append(handle)
-        for group, pool in enumerate(self.pools):
-            pool.share(hits[group])
-            blocks = np.concatenate((hits[group], pool.take(lacking[group], request.uid)))
-            self.record.extend(group, np.array([handle]), blocks, np.array([blocks.size]))
-            arrivals.blocks[group].append(blocks)
-            if self._cache is not None:
+        self._fill(handle, hits, lacking)
+        if self._cache is not None:
+            for group in range(len(self.pools)):
                 self._live.evicted[group, handle] = self._cache.num_unseen(group, num_cached)
-            self.counters.shared_blocks += int(np.count_nonzero(hits[group] != NULLED))
         self.counters.resumes += request.was_preempted
         request.was_preempted = False
+        return handle
+
+    def _fill(self, handle: int, shared: list[IntArray], lacking: list[int]) -> list[IntArray]:
+        """Give a request its first blocks: shared ones, then as many of its own, which are returned."""
+        taken = []
+        for group, pool in enumerate(self.pools):
+            pool.share(shared[group])
+            taken.append(pool.take(lacking[group], int(self._live.uids[handle])))
+            blocks = np.concatenate((shared[group], taken[-1]))
+            self.record.extend(group, np.array([handle]), blocks, np.array([blocks.size]))
+            self.counters.shared_blocks += int(np.count_nonzero(shared[group] != NULLED))
+        return taken
 
     def _start(self, request: Request, num_computed: int) -> int:
         shares = self._cache is not None and request.keys is not None
@@ -298,25 +299,15 @@ class Scheduler:
         self._batch = chosen[order]
         self._operations += operations
 
-    def _write_rows(self, grown: IntArray, counts: IntArray, blocks: list[IntArray], new: Arrivals) -> None:
-        """Append to rows that have grown, and to the empty ones of new requests, in one call."""
-        handles = np.concatenate((grown, np.array(new.handles, np.int64)))
-        if handles.size:
-            ids = [np.concatenate(pair) for pair in zip(blocks, new.flat_blocks, strict=True)]
-            counts = np.concatenate((counts, new.counts), axis=1)
-            self._operations.append(("append_rows", (self._layout.row_of[handles], self._with_nulls(ids), counts)))
-
-    def _replace_rows(self, resumed: Arrivals) -> None:
-        if resumed.handles:
-            rows = self._layout.row_of[np.array(resumed.handles)]
-            self._operations.append(("set_rows", (rows, self._with_nulls(resumed.flat_blocks), resumed.counts)))
-
-    def _with_nulls(self, blocks: list[IntArray]) -> list[IntArray]:
-        """Return blocks as the table takes them, with its own null block in the place of each one given up."""
-        return [
-            np.where(ids == NULLED, group.null_block_id, ids)
-            for ids, group in zip(blocks, self.config.groups, strict=True)
-        ]
+    def _write_rows(self, operation: str, handles: IntArray, kept: IntArray) -> None:
+        """Write what rows hold after `kept` [num_groups, n] blocks; one given up is the table's own null."""
+        if not handles.size:
+            return
+        counts = self.record.counts[:, handles] - kept
+        held = [self.record.take(group, handles, kept[group], counts[group]) for group in range(len(kept))]
+        nulls = (group.null_block_id for group in self.config.groups)
+        ids = [np.where(blocks == NULLED, null, blocks) for blocks, null in zip(held, nulls, strict=True)]
+        self._operations.append((operation, (self._layout.row_of[handles], ids, counts)))
 
     def _plan(self, tokens: IntArray) -> StepPlan:
         handles, counts = self.running[self._batch], tokens[self._batch]
@@ -409,7 +400,7 @@ class Scheduler:
             return
         handles, kept = handles[is_over], np.minimum(kept, held)[:, is_over]
         for group, pool in enumerate(self.pools):
-            pool.free(self.record.tail(group, handles, kept[group]))
+            pool.free(self.record.take(group, handles, kept[group], held[group, is_over] - kept[group]))
         self.record.counts[:, handles] = kept
         self._operations.append(("truncate_rows", (self._layout.row_of[handles], kept)))
         self.counters.rollbacks += handles.size
@@ -425,8 +416,8 @@ class Scheduler:
             left, starts, stops = handles[is_behind], starts[is_behind], stops[is_behind]
             if not left.size:
                 continue
-            self.pools[group].free(self.record.span(group, left, starts, stops))
-            self.record.null(group, left, starts, stops)
+            self.pools[group].free(self.record.take(group, left, starts, stops - starts))
+            self.record.put(group, left, starts, stops - starts, NULLED)
             self._live.evicted[group, left] = stops
             self._operations.append(("null_ranges", (self._layout.row_of[left], group, starts, stops)))
             self.counters.evictions += int((stops - starts).sum())
@@ -449,23 +440,15 @@ class Scheduler:
         child.num_generated, child.keys = int(self._live.generated[parent]), source.keys
         handle = self._start(child, int(self._live.computed[parent]))
         self._live.evicted[:, handle] = self._live.evicted[:, parent]
-        self._copy_blocks(parent, handle, kept.tolist(), own)
+        shared = [blocks[parent, :count] for blocks, count in zip(self.record.blocks, kept.tolist(), strict=True)]
+        taken = self._fill(handle, shared, own)
         self.counters.forks += 1
-
-    def _copy_blocks(self, parent: int, child: int, kept: list[int], own: list[int]) -> None:
-        taken = []
-        for group, pool in enumerate(self.pools):
-            shared = self.record.blocks[group][parent, : kept[group]]
-            pool.share(shared)
-            taken.append(pool.take(own[group], int(self._live.uids[child])))
-            blocks = np.concatenate((shared, taken[-1]))
-            self.record.extend(group, np.array([child]), blocks, np.array([blocks.size]))
-            self.counters.shared_blocks += int(np.count_nonzero(shared != NULLED))
-        self._layout.place(np.array([child]))
+        self._layout.place(np.array([handle]))
         rows = self._layout.row_of
-        self._operations.append(("copy_row", (int(rows[parent]), int(rows[child]))))
+        self._operations.append(("copy_row", (int(rows[parent]), int(rows[handle]))))
         self._operations += [
-            ("replace_blocks", (int(rows[child]), group, kept[group], blocks)) for group, blocks in enumerate(taken)
+            ("replace_blocks", (int(rows[handle]), group, int(kept[group]), blocks))
+            for group, blocks in enumerate(taken)
         ]
 
 

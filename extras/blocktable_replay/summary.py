@@ -114,10 +114,13 @@ def as_text(summary: dict[str, Any]) -> str:
     schedule = [("schedule", [""]), *((label(name), [shown(value)]) for name, value in summary["schedule"].items())]
     backends = side_by_side(summary)
     lines = [headline(summary), *summary["notes"], "", *_columns(schedule), "", *_columns(backends), ""]
-    for lane in summary["backends"]:
-        lines += [f"{lane['description']}: {sentence}" for sentence in lane["shown"]]
-    lines += [f"schedule: {sentence}" for sentence in summary["broken_invariants"]["shown"]]
-    return "\n".join([*lines, verdict(summary)])
+    return "\n".join([*lines, *findings(summary), verdict(summary)])
+
+
+def findings(summary: dict[str, Any]) -> list[str]:
+    """Return what is wrong, in sentences."""
+    sentences = [f"{lane['description']}: {sentence}" for lane in summary["backends"] for sentence in lane["shown"]]
+    return sentences + [f"schedule: {sentence}" for sentence in summary["broken_invariants"]["shown"]]
 
 
 def headline(summary: dict[str, Any]) -> str:

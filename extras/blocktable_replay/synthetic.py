@@ -7,12 +7,12 @@ are exponential. Only `random.Random.random` is used, whose numbers are the same
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,69 +53,41 @@ EXERCISE = ReplayOptions(
 """Two groups, one with a window; caches small enough for preemption; drafts, forks, sleeps and dummy steps."""
 
 
-@dataclass(slots=True)
-class _Conversation:
-    hash_ids: list[int]  # of the full blocks said so far
-    num_tokens: int
-    now_ms: float
-    turns: int = 0
-    lines: list[dict[str, Any]] = field(default_factory=list)
+def requests(seed: int) -> list[dict[str, Any]]:
+    """Return the lines of the trace in the order of their time."""
+    chance, next_hash = random.Random(seed).random, itertools.count()
+    found: list[dict[str, Any]] = []
 
+    def exponential(mean: float) -> float:
+        return -mean * math.log(1.0 - chance())
 
-class Generator:
-    """Writes conversations, from a seed."""
+    def new_hashes(count: int) -> list[int]:
+        return list(itertools.islice(next_hash, count))
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._next_hash = 0
-        self._system_prompts = [self._new_hashes(count) for count in SYSTEM_PROMPT_HASHES]
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the trace in the order of their time."""
-        requests, now = [], 0.0
-        for _ in range(NUM_CONVERSATIONS):
-            requests += self._conversation(now)
-            now += self._exponential(MEAN_BETWEEN_CONVERSATIONS_MS)
-        for request in sorted(requests, key=lambda entry: int(entry["timestamp"])):
-            yield json.dumps(request)
-
-    def _exponential(self, mean: float) -> float:
-        return -mean * math.log(1.0 - self._random.random())
-
-    def _new_hashes(self, count: int) -> list[int]:
-        self._next_hash += count
-        return list(range(self._next_hash - count, self._next_hash))
-
-    def _conversation(self, start_ms: float) -> list[dict[str, Any]]:
-        chosen = self._system_prompts[int(len(self._system_prompts) * self._random.random() ** 2)]
-        talk = _Conversation(list(chosen), len(chosen) * HASH_BLOCK_SIZE, start_ms)
-        while talk.turns < MAX_TURNS:
-            self._turn(talk)
-            if self._random.random() > CHANCE_OF_ANOTHER_TURN:
+    prompts = [new_hashes(count) for count in SYSTEM_PROMPT_HASHES]
+    start_ms = 0.0
+    for _ in range(NUM_CONVERSATIONS):
+        hash_ids = list(prompts[int(len(prompts) * chance() ** 2)])  # of the full blocks said so far
+        num_tokens, now_ms = len(hash_ids) * HASH_BLOCK_SIZE, start_ms
+        for _ in range(MAX_TURNS):
+            num_tokens += 1 + int(exponential(MEAN_USER_TOKENS))
+            num_full, rest = divmod(num_tokens, HASH_BLOCK_SIZE)
+            hash_ids += new_hashes(num_full - len(hash_ids))
+            output = min(1 + int(exponential(MEAN_OUTPUT_TOKENS)), MAX_OUTPUT_TOKENS)
+            last = new_hashes(1) if rest else []
+            lengths = {"input_length": num_tokens, "output_length": output}
+            found.append({"timestamp": int(now_ms), **lengths, "hash_ids": hash_ids + last})
+            num_tokens += output
+            now_ms += output * MS_PER_OUTPUT_TOKEN + exponential(MEAN_PAUSE_MS)
+            if chance() > CHANCE_OF_ANOTHER_TURN:
                 break
-        return talk.lines
-
-    def _turn(self, talk: _Conversation) -> None:
-        talk.turns += 1
-        talk.num_tokens += 1 + int(self._exponential(MEAN_USER_TOKENS))
-        num_full, rest = divmod(talk.num_tokens, HASH_BLOCK_SIZE)
-        talk.hash_ids += self._new_hashes(num_full - len(talk.hash_ids))
-        output = min(1 + int(self._exponential(MEAN_OUTPUT_TOKENS)), MAX_OUTPUT_TOKENS)
-        talk.lines.append(
-            {
-                "timestamp": int(talk.now_ms),
-                "input_length": talk.num_tokens,
-                "output_length": output,
-                "hash_ids": talk.hash_ids + (self._new_hashes(1) if rest else []),
-            }
-        )
-        talk.num_tokens += output
-        talk.now_ms += output * MS_PER_OUTPUT_TOKEN + self._exponential(MEAN_PAUSE_MS)
+        start_ms += exponential(MEAN_BETWEEN_CONVERSATIONS_MS)
+    return sorted(found, key=itemgetter("timestamp"))
 
 
 def write(path: Path, seed: int = 1) -> None:
     """Write the trace."""
-    path.write_text("".join(f"{line}\n" for line in Generator(seed).lines()), encoding="utf-8")
+    path.write_text("".join(f"{json.dumps(request)}\n" for request in requests(seed)), encoding="utf-8")
 
 
 if __name__ == "__main__":

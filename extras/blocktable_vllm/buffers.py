@@ -37,31 +37,22 @@ class TableBuffer:
         return gpu[:n].copy_(self.cpu[:n], non_blocking=True)  # type: ignore[attr-defined]
 
 
+def _shown(name: str, what: str) -> Any:
+    """Return a property of a buffer whose reader is noted while the array is the table's own."""
+
+    def get(buffer: Any) -> Any:
+        state, group, value = (vars(buffer)[key] for key in ("__state__", "__group__", name))
+        own = state.host.tables[group] if name == "cpu" else state.host.rows[group]
+        return state.show_rows(group, name) if value is own else value
+
+    return property(get, lambda buffer, value: vars(buffer).update({name: value}), doc=what)
+
+
 class TrackedBuffer(TableBuffer):
     """As `TableBuffer`; whoever asks for the host's rows may write to them."""
 
-    @property
-    def np(self) -> Any:
-        """[max_num_reqs, width] int32, numpy, writable."""
-        return self._shown("np")
-
-    @np.setter
-    def np(self, value: Any) -> None:
-        vars(self)["np"] = value
-
-    @property
-    def cpu(self) -> Any:
-        """The same memory as a torch tensor."""
-        return self._shown("cpu")
-
-    @cpu.setter
-    def cpu(self, value: Any) -> None:
-        vars(self)["cpu"] = value
-
-    def _shown(self, name: str) -> Any:
-        state, group, value = (vars(self)[key] for key in ("__state__", "__group__", name))
-        own = state.host.tables[group] if name == "cpu" else state.host.rows[group]
-        return state.show_rows(group, name) if value is own else value
+    np = _shown("np", "[max_num_reqs, width] int32, numpy, writable.")
+    cpu = _shown("cpu", "The same memory as a torch tensor.")
 
 
 class SlotBuffer:

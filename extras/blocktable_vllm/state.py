@@ -69,19 +69,12 @@ class State:
         """Copy the first n rows of a group to the device, whole."""
         stop = self.num_rows(n)
         copy_rows(self.host.tables[group], self.device.tables[group], 0, stop)
-        self._count_bytes(4 * stop * self.groups[group].width)
-
-    def _count_bytes(self, number: int) -> None:
-        self.num_bytes_sent += number
+        self.num_bytes_sent += 4 * stop * self.groups[group].width
 
     def commit(self, n: int) -> None:
         """Copy the first n rows of every group to the device."""
         for group in range(len(self.groups)):
             self.commit_group(group, n)
-
-    def map_slots(self, num_reqs: int, query_start_loc: Any, positions: Any) -> None:
-        """Write the slots of a batch, every group in one call of the backend."""
-        self.device.map_slots(num_reqs, query_start_loc, positions)
 
     def map_slots_aside(
         self, group: int, geometry: Geometry, table: Any, counts: Any, batch: tuple[int, Any, Any], slots: Any

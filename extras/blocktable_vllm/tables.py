@@ -98,6 +98,11 @@ class PlainTable:
             setattr(self, f"{name}_rank", rank)
         self.cp_kv_cache_interleave_size = interleave_size
 
+    def _take_memory(self) -> None:
+        """Take memory of its own, unless the tables of all groups will share one."""
+        if "__blocktable__" not in vars(self):
+            share_memory([self])
+
     def _join(self, state: State, group: int) -> None:
         """Take the memory of one group."""
         home_buffer = self.__home__.CpuGpuBuffer
@@ -204,7 +209,7 @@ class PlainTable:
             return
         state, group = self.__blocktable__
         if state.has_own_slots and len(state.groups) == 1:
-            state.map_slots(num_reqs, query_start_loc, positions)
+            state.device.map_slots(num_reqs, query_start_loc, positions)
             return
         table = self.block_table.gpu
         counts = self._bounds(state, group)
@@ -256,29 +261,6 @@ class Table0251(PlainTable):
         kernel_block_size: int,
         cp_kv_cache_interleave_size: int,
     ) -> None:
-        self._describe(
-            block_size,
-            max_num_reqs,
-            max_num_blocks_per_req,
-            max_num_batched_tokens,
-            pin_memory,
-            device,
-            kernel_block_size,
-            cp_kv_cache_interleave_size,
-        )
-        share_memory([self])
-
-    def _describe(
-        self,
-        block_size: int,
-        max_num_reqs: int,
-        max_num_blocks_per_req: int,
-        max_num_batched_tokens: int,
-        pin_memory: bool,
-        device: Any,
-        kernel_block_size: int,
-        cp_kv_cache_interleave_size: int,
-    ) -> None:
         if block_size % kernel_block_size:
             raise ValueError(
                 f"kernel_block_size {kernel_block_size} must divide kv_manager_block_size size {block_size} evenly"
@@ -290,6 +272,7 @@ class Table0251(PlainTable):
         self._kernel_block_arange = np.arange(expansion).reshape(1, -1) if expansion > 1 else None
         self.max_num_blocks_per_req: int = max_num_blocks_per_req * expansion
         self._set_sizes(max_num_reqs, max_num_batched_tokens, pin_memory, device, cp_kv_cache_interleave_size)
+        self._take_memory()
 
     def _columns_per_block(self) -> int:
         return self.blocks_per_kv_block
@@ -356,34 +339,12 @@ class Table0330(PlainTable):
         cp_kv_cache_interleave_size: int,
         slot_mapping_mode: Any = None,
     ) -> None:
-        self._describe(
-            block_size,
-            max_num_reqs,
-            max_num_blocks_per_req,
-            max_num_batched_tokens,
-            pin_memory,
-            device,
-            cp_kv_cache_interleave_size,
-            slot_mapping_mode,
-        )
-        share_memory([self])
-
-    def _describe(
-        self,
-        block_size: int,
-        max_num_reqs: int,
-        max_num_blocks_per_req: int,
-        max_num_batched_tokens: int,
-        pin_memory: bool,
-        device: Any,
-        cp_kv_cache_interleave_size: int,
-        slot_mapping_mode: Any = None,
-    ) -> None:
         self.block_size = block_size
         self.max_num_blocks_per_req = max_num_blocks_per_req
         self._set_sizes(max_num_reqs, max_num_batched_tokens, pin_memory, device, cp_kv_cache_interleave_size)
         modes = self.__home__.SlotMappingMode
         self.slot_mapping_mode: Any = modes.TOKEN_TO_KV_SLOT if slot_mapping_mode is None else slot_mapping_mode
+        self._take_memory()
 
     def _join(self, state: State, group: int) -> None:
         super()._join(state, group)
@@ -457,12 +418,10 @@ class PlainMulti:
     block_tables: list[Any]
 
     def _make_tables(self, arguments: list[tuple[Any, ...]]) -> None:
-        tables = []
-        for each in arguments:
-            table = object.__new__(self.__table_type__)
-            table._describe(*each)
-            tables.append(table)
-        self.block_tables = tables
+        self.block_tables = tables = [object.__new__(self.__table_type__) for _ in arguments]
+        for table, each in zip(tables, arguments, strict=True):
+            vars(table)["__blocktable__"] = None
+            table.__init__(*each)
         vars(self)["__blocktable__"] = share_memory(tables) if tables else NoGroups()
 
     def append_row(self, block_ids: Any, row_idx: int) -> None:
@@ -504,7 +463,7 @@ class PlainMulti:
         """Write the slots of a batch, of all groups in one launch. Args: as of one table."""
         state = self.__blocktable__
         if state.has_own_slots and self.block_tables[0]._replaced_kernel() is None:
-            state.map_slots(num_reqs, query_start_loc, positions)
+            state.device.map_slots(num_reqs, query_start_loc, positions)
             return
         for table in self.block_tables:
             table.compute_slot_mapping(num_reqs, query_start_loc, positions)

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from blocktable import IntArray
 from blocktable_vllm.state import State
 from blocktable_vllm.tables import Multi0251, Multi0330, PlainMulti, PlainTable, Table0251, Table0330
 from blocktable_vllm.tracking import TrackedState
+
+
+def change_row(state: Any, tables: list[Any], block_ids: Any, row_idx: Any, *, replaces: bool) -> None:
+    """Append to a row of some tables, or replace what it holds, in all of them or, where it does not fit, in none."""
+    row = state.row_index(row_idx) if replaces else row_idx
+    prepared = []
+    for index, table in enumerate(tables):
+        ids, (_, group) = block_ids[index], table.__blocktable__
+        if ids:
+            prepared.append((group, *state.prepare(group, table._expand(ids), row, replaces=replaces)))
+        elif replaces:  # to append nothing vLLM does not look at the row
+            prepared.append((group, row, None))
+    for group, place, columns in prepared:
+        state.store(group, columns, place, replaces=replaces)
 
 
 class TrackedTable(PlainTable):
@@ -35,27 +48,19 @@ class TrackedTable(PlainTable):
         Raises:
             RowCapacityError: they do not fit; nothing was changed.
         """
-        state, group = self.__blocktable__
+        state, _ = self.__blocktable__
         if not state.has_own_rows:
             super().append_row(block_ids, row_idx)
-        elif not (len(state.groups) == 1 and state.queue((block_ids,), row_idx)) and block_ids:
-            row, columns = self._prepare(block_ids, row_idx, replaces=False)
-            state.store(group, columns, row, replaces=False)
+        elif not (len(state.groups) == 1 and state.queue((block_ids,), row_idx)):
+            change_row(state, [self], [block_ids], row_idx, replaces=False)
 
     def add_row(self, block_ids: Any, row_idx: int) -> None:
         """Replace what a row holds; what it held behind the new blocks stays. Errors: as `append_row`."""
-        state, group = self.__blocktable__
-        if not state.has_own_rows:
+        state, _ = self.__blocktable__
+        if state.has_own_rows:
+            change_row(state, [self], [block_ids], row_idx, replaces=True)
+        else:
             super().add_row(block_ids, row_idx)
-            return
-        row = state.row_index(row_idx)
-        columns = self._prepare(block_ids, row, replaces=True)[1] if block_ids else None
-        state.store(group, columns, row, replaces=True)
-
-    def _prepare(self, block_ids: Any, row_idx: Any, *, replaces: bool) -> tuple[int, IntArray]:
-        """Return the row and the columns of an append, checked."""
-        state, group = self.__blocktable__
-        return state.prepare(group, self._expand(block_ids), row_idx, replaces=replaces)  # type: ignore[no-any-return]
 
     def clear_row(self, row_idx: int) -> None:
         """Make a row empty, and its counted columns NULL."""
@@ -108,30 +113,18 @@ class TrackedMulti(PlainMulti):
         state = self.__blocktable__
         if state.queue(block_ids, row_idx):
             return
-        if not state.has_own_rows:
+        if state.has_own_rows:
+            change_row(state, self.block_tables, block_ids, row_idx, replaces=False)
+        else:
             super().append_row(block_ids, row_idx)
-            return
-        prepared = []
-        for group, table in enumerate(self.block_tables):
-            ids = block_ids[group]
-            if ids:  # else vLLM does not look at the row
-                prepared.append((group, *table._prepare(ids, row_idx, replaces=False)))
-        for group, row, columns in prepared:
-            state.store(group, columns, row, replaces=False)
 
     def add_row(self, block_ids: Any, row_idx: int) -> None:
         """Replace what a row holds. Args and errors: as `append_row`."""
         state = self.__blocktable__
-        if not state.has_own_rows:
+        if state.has_own_rows:
+            change_row(state, self.block_tables, block_ids, row_idx, replaces=True)
+        else:
             super().add_row(block_ids, row_idx)
-            return
-        row = state.row_index(row_idx)
-        prepared = []
-        for group, table in enumerate(self.block_tables):
-            ids = block_ids[group]
-            prepared.append(table._prepare(ids, row, replaces=True)[1] if ids else None)
-        for group, columns in enumerate(prepared):
-            state.store(group, columns, row, replaces=True)
 
     def commit_block_table(self, num_reqs: int) -> None:
         """Bring the first rows to the device, without a wait: what changed of them, of all groups in one launch."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Iterator
-from itertools import chain, islice, pairwise
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -63,12 +63,6 @@ class TrackedState(State):
         self._ones = np.ones(self._num_counts, np.int64)
         self._tables = np.hstack(columns)
         self._append_equally = compiled_append()
-        if self._append_equally is not None:  # now, and not in the first step that appends
-            longs = np.zeros(0, np.int64)
-            for lengths in (longs, NO_VALUES):
-                self._append_equally(
-                    *(longs, longs, NO_VALUES, self._tables, 1, NO_VALUES, longs, lengths, NO_VALUES, 0)
-                )
         self._is_in_order = False  # whether the journal is disjoint and ascending as it is
         self._new_row_budget = sum(self._widths)
         self._most_staged = steady_entries(self.device.config)
@@ -144,8 +138,7 @@ class TrackedState(State):
 
     def _make_room(self, row: Any) -> int:
         """Return how many blocks fit into a row in every group, 0 where appends cannot be queued."""
-        if self._counts_before is not None:
-            self._settle_counts()
+        self._settle_counts()
         if self._is_shown or row < 0 or not self.has_own_rows:
             return 0
         if row in self._queued:
@@ -160,18 +153,27 @@ class TrackedState(State):
         """Put the queued appends into the rows."""
         if not self._queued_rows:
             return
-        self._is_in_order = self._journal.size == 0
-        queued = self._take_queue()
-        if not self._append_compiled(*queued):
-            self._append_by_numpy(*queued)
+        journal, mirror = self._journal, self.host.mirror
+        self._is_in_order = journal.size == 0
+        queued, size = self._take_queue(), -1
+        if self._append_equally is not None:
+            size = self._append_equally(
+                *(*queued, self._tables, self._num_rows, mirror),
+                *(journal.offsets, journal.lengths, NO_VALUES, journal.size),
+            )
+        if size >= 0:
+            journal.size = size
+        else:  # there is no compiled call, or the journal is full
+            self._append_by_numpy(mirror, *queued, journal.mark)
+
+    def _queue_arrays(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Return what is queued: rows [n] and counts [n] int64, ids int32, row after row, group after group."""
+        rows, counts = np.array(self._queued_rows, np.int64), np.array(self._queued_counts, np.int64)
+        return rows, counts, np.array(self._queued_ids)
 
     def _take_queue(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Empty the queue and return it: rows [n] and counts [n] int64, ids int32, row after row, group after group."""
-        queued = (
-            np.array(self._queued_rows, np.int64),
-            np.array(self._queued_counts, np.int64),
-            np.array(self._queued_ids),
-        )
+        """Empty the queue and return it."""
+        queued = self._queue_arrays()
         self._last_marked = max(self._last_marked, *self._queued_rows)
         self._queued_rows.clear()
         self._queued_counts.clear()
@@ -179,21 +181,16 @@ class TrackedState(State):
         del self._queued_ids[:]
         return queued
 
-    def _append_compiled(self, rows: IntArray, counts: IntArray, ids: IntArray) -> bool:
-        """Append in one compiled call; False with nothing changed: there is none, or the journal is full."""
-        if self._append_equally is None:
-            return False
-        journal, mirror = self._journal, self.host.mirror
-        size = self._append_equally(
-            *(rows, counts, ids, self._tables, self._num_rows, mirror),
-            *(journal.offsets, journal.lengths, NO_VALUES, journal.size),
-        )
-        if size >= 0:
-            journal.size = size
-        return size >= 0
-
-    def _append_by_numpy(self, rows: IntArray, counts: IntArray, ids: IntArray) -> None:
-        mirror, order = self.host.mirror, rows.argsort()
+    def _append_by_numpy(
+        self,
+        mirror: IntArray,
+        rows: IntArray,
+        counts: IntArray,
+        ids: IntArray,
+        mark: Callable[[IntArray, IntArray], None],
+    ) -> None:
+        """Append what was queued to a mirror, and mark its new ranges before they are written."""
+        order = rows.argsort()
         first_ids = (counts.cumsum() - counts)[order] * self._num_groups
         rows, counts = rows[order], counts[order]
         cells = self._first_cells + rows
@@ -205,8 +202,8 @@ class TrackedState(State):
         if self._expands:
             expansions = np.repeat(np.broadcast_to(self._expansion_column, cells.shape).ravel(), each)
             blocks = ranges(blocks * expansions, expansions)
-        self._journal.mark(cells, self._ones[: cells.size])  # they lie before the rows
-        self._journal.mark(starts, columns)
+        mark(cells, self._ones[: cells.size])  # they lie before the rows
+        mark(starts, columns)
         mirror[ranges(starts.ravel(), columns.ravel())] = blocks
         mirror[cells] = filled + columns
 
@@ -217,8 +214,7 @@ class TrackedState(State):
         index = int(self._indices[row])
         if index in self._queued:
             self.flush()
-        if self._counts_before is not None:
-            self._settle_counts()
+        self._settle_counts()
         return index
 
     def prepare(self, group: int, columns: Any, row: Any, *, replaces: bool) -> tuple[int, IntArray]:
@@ -328,10 +324,7 @@ class TrackedState(State):
         self._is_shown = True
         self._rooms = [0] * self._num_rows
         self._highest[group] = self._widths[group]
-        if len(self._shown) > MAX_SHOWN:
-            self._is_held()  # forgets those that are gone
-        view = self.host.tables[group].numpy()  # a new one, which lives as long as anything that is made of it
-        self._shown.append(weakref.ref(view))
+        view = self._watched(self.host.tables[group].numpy())
         if name == "np":
             return view
         with torch.inference_mode(False):
@@ -343,21 +336,25 @@ class TrackedState(State):
         if self._counts_before is None:
             self._counts_before = self.host.counts.copy()
             self._rooms = [0] * self._num_rows
+        return self._watched(self.host.memory.numpy())[group * self._num_rows : (group + 1) * self._num_rows]
+
+    def _watched(self, view: IntArray) -> IntArray:
+        """Return a new view after noting it: it lives as long as anything that is made of it."""
         if len(self._shown) > MAX_SHOWN:
-            self._is_held()
-        whole = self.host.memory.numpy()  # what every view of the counts refers to
-        self._shown.append(weakref.ref(whole))
-        return whole[group * self._num_rows : (group + 1) * self._num_rows]
+            self._is_held()  # forgets those that are gone
+        self._shown.append(weakref.ref(view))
+        return view
 
     def _is_held(self) -> bool:
         self._shown = [view for view in self._shown if view() is not None]
         return bool(self._shown)
 
     def _settle_counts(self) -> None:
-        """Find what was written to the counts since they were shown."""
+        """Find what was written to the counts since they were shown, if they were."""
         before, self._counts_before = self._counts_before, None
+        if before is None:
+            return
         counts = self.host.counts
-        assert before is not None
         np.maximum(self._highest, np.clip(before, 0, self._width_column), out=self._highest)
         changed = np.flatnonzero(counts != before)
         self._journal.mark(changed, self._ones[: changed.size])
@@ -386,15 +383,9 @@ class TrackedState(State):
 
         For tests: it looks without asking for the rows, which would end tracking.
         """
-        rows, counts = [table.copy() for table in self.host.rows], self.host.counts.copy()
-        ids = iter(self._queued_ids)
-        for row, number in zip(self._queued_rows, self._queued_counts, strict=True):
-            for group, expansion in enumerate(self._expansions):
-                for block_id in islice(ids, number):
-                    first = counts[group, row]
-                    rows[group][row, first : first + expansion] = block_id * expansion + np.arange(expansion)
-                    counts[group, row] += expansion
-        return rows, counts
+        mirror, arena = self.host.mirror.copy(), self.device.config.arena
+        self._append_by_numpy(mirror, *self._queue_arrays(), lambda offsets, lengths: None)
+        return [arena.view(mirror, group) for group in range(self._num_groups)], arena.view(mirror, -1)
 
     # Commits.
 
@@ -404,8 +395,7 @@ class TrackedState(State):
         if self._commit_queue(n):
             return
         self.flush()
-        if self._counts_before is not None:
-            self._settle_counts()
+        self._settle_counts()
         if self._is_shown:
             for group in range(self._num_groups):
                 self._send_whole(group, 0, n)
@@ -460,8 +450,7 @@ class TrackedState(State):
             self.commit(self.num_rows(n))
             return
         self.flush()
-        if self._counts_before is not None:
-            self._settle_counts()
+        self._settle_counts()
         stop = self.num_rows(n)
         self._send_whole(group, 0, stop)
         # What the journal says of rows below is sent once more by the next commit of all groups.
@@ -514,7 +503,7 @@ class TrackedState(State):
             copy_rows(self.host.tables[group], self.device.tables[group], start, stop)
             counts = torch.from_numpy(self.host.counts[group].clip(0, self._widths[group]))
             copy_rows(counts, self.device.counts[group], start, stop)
-            self._count_bytes(4 * (stop - start) * (self._widths[group] + 1))
+            self.num_bytes_sent += 4 * (stop - start) * (self._widths[group] + 1)
 
     def _send_journal(self, limits: list[int]) -> None:
         journal = self._journal
@@ -561,4 +550,4 @@ class TrackedState(State):
 
     def _write(self, writes: Writes) -> None:
         self.device.store.write(writes, stream=self.device.stream)
-        self._count_bytes(writes.num_bytes)
+        self.num_bytes_sent += writes.num_bytes

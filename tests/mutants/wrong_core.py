@@ -399,7 +399,7 @@ def the_host_exports_the_last_commit(patch: pytest.MonkeyPatch) -> None:
     right = export_on_host_of_the_core
 
     def export_on_host(config: BlockTableConfig, rows: Any, *arguments: Any) -> Any:
-        committed = SimpleNamespace(mirror=rows.mirror, filled=rows.committed_filled)
+        committed: Any = SimpleNamespace(mirror=rows.mirror, filled=rows.committed_filled)
         return right(config, committed, *arguments)
 
     patch.setattr(blocktable.export_calls, "export_on_host", export_on_host)
