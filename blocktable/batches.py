@@ -12,7 +12,7 @@ from blocktable.config import BlockTableConfig, SlotDtype
 from blocktable.errors import ArgumentError, DtypeError
 from blocktable.exports import Export
 from blocktable.host_path import HostPath
-from blocktable.inputs import Inputs, without_torch_modes
+from blocktable.inputs import Reading, without_torch_modes
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Backend, Batch, ExportBuffers, Step, StepBuffers
 from blocktable.streams import current_stream_getter, stream_owner
@@ -108,20 +108,20 @@ class BatchChecks:
         self._taken: dict[Any, Callable[[], int | None] | None] = {}
 
     def step(
-        self, arrays: Sequence[Array | None], inputs: Inputs, num_reqs_padded: int | None, seq_lens: SeqLens
+        self, arrays: Sequence[Array | None], reading: Reading, num_reqs_padded: int | None, seq_lens: SeqLens
     ) -> tuple[Batch, Callable[[], int | None] | None]:
         """Return the inputs of a step as a batch, and what says the current stream of who made `positions`, if known.
 
         Args:
             arrays: in the order of `STEP_INPUTS`.
-            inputs: what they are.
+            reading: what they are.
             num_reqs_padded, seq_lens: as given.
 
         Raises:
             ArgumentError, DtypeError: as `batch`.
         """
         idx_mapping, num_computed_tokens, query_start_loc, positions = arrays
-        kinds, (num_mapped, num_computed, num_starts, num_positions), _ = inputs
+        kinds, (num_mapped, num_computed, num_starts, num_positions), _ = reading
         if seq_lens is None and kinds in self._taken:  # then sizes are all that can be wrong
             num_reqs = num_starts - 1
             padded = num_reqs if num_reqs_padded is None else num_reqs_padded
@@ -137,11 +137,11 @@ class BatchChecks:
                 wants_tables = idx_mapping is not None or (num_computed is not None and self._has_windows)
                 sizes = num_reqs, padded, num_computed_tokens, num_positions, wants_tables
                 return Batch(idx_mapping, query_start_loc, positions, *sizes), self._taken[kinds]
-        return self._checked_step(arrays, inputs, num_reqs_padded, seq_lens)
+        return self._checked_step(arrays, reading, num_reqs_padded, seq_lens)
 
     @without_torch_modes
     def _checked_step(
-        self, arrays: Sequence[Array | None], inputs: Inputs, num_reqs_padded: int | None, seq_lens: SeqLens
+        self, arrays: Sequence[Array | None], reading: Reading, num_reqs_padded: int | None, seq_lens: SeqLens
     ) -> tuple[Batch, Callable[[], int | None] | None]:
         idx_mapping, num_computed_tokens, query_start_loc, positions = arrays
         require_tokens(query_start_loc, positions)
@@ -153,7 +153,7 @@ class BatchChecks:
         self.seq_lens(seq_lens, batch.num_reqs)
         owner = stream_owner(positions)
         getter = None if owner is None else current_stream_getter(owner)
-        kinds, lengths, _ = inputs
+        kinds, lengths, _ = reading
         # An array of one entry is contiguous whatever its stride is.
         if kinds is not None and all(length is None or length > 1 for length in lengths):
             if len(self._taken) >= MAX_KINDS:

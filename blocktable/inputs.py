@@ -13,8 +13,7 @@ import numpy as np
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-
-Inputs = tuple[Any, tuple[Any, ...], tuple[int | None, ...]]
+Reading = tuple[Any, tuple[Any, ...], tuple[int | None, ...]]
 """What some arrays are, but not what they hold.
 
 - Kinds, hashable: all that matters beside lengths and addresses. Libraries, dtypes, dimensions, strides, devices, and
@@ -31,7 +30,7 @@ _TENSORS: dict[type, Callable[[], AbstractContextManager[Any]]] = {}
 """torch.Tensor, once there has been one -> what keeps torch's modes out."""
 
 
-def read_step(arrays: tuple[Any, Any, Any, Any]) -> Inputs:
+def read_step(arrays: tuple[Any, Any, Any, Any]) -> Reading:
     """Return what the arrays of a step are, in the order of `STEP_INPUTS`.
 
     All of it is asked anew each time: an array may be reshaped, or given other memory, in place.
@@ -62,7 +61,7 @@ def read_step(arrays: tuple[Any, Any, Any, Any]) -> Inputs:
         return _unknown(arrays)
 
 
-def read_each(arrays: tuple[Any, ...]) -> Inputs:
+def read_each(arrays: tuple[Any, ...]) -> Reading:
     """Return what any arrays are."""
     try:
         found = [(_READERS.get(type(array)) or _find_reader(type(array)))(array) for array in arrays]
@@ -71,7 +70,7 @@ def read_each(arrays: tuple[Any, ...]) -> Inputs:
     return tuple([each[0] for each in found]), tuple([each[1] for each in found]), tuple([each[2] for each in found])
 
 
-def _unknown(arrays: tuple[Any, ...]) -> Inputs:
+def _unknown(arrays: tuple[Any, ...]) -> Reading:
     nothing = (None,) * len(arrays)
     return None, nothing, nothing
 

@@ -14,7 +14,7 @@ from blocktable.errors import ConfigError, DtypeError
 from blocktable.export_calls import ExportCalls
 from blocktable.exports import ExportSets, check_groups
 from blocktable.host_path import make_rows
-from blocktable.inputs import Inputs, read_each, read_step, torch_modes_off, without_torch_modes
+from blocktable.inputs import Reading, read_each, read_step, torch_modes_off, without_torch_modes
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.protocols import (
@@ -255,24 +255,24 @@ class BlockTable(RowOperations, ExportCalls):
         """
         views = self._own_views if out is None else self._views.of(out)
         arrays = idx_mapping, num_computed_tokens, query_start_loc, positions
-        inputs = read_step(arrays)
+        reading = read_step(arrays)
         # With the types of the sizes: True equals 1, and is refused.
         sizes = num_reqs_padded, type(num_reqs_padded), num_tokens_padded, type(num_tokens_padded)
-        key = inputs[0], inputs[1], sizes
+        key = reading[0], reading[1], sizes
         try:
             plan = views.plans.get(key)
         except TypeError:  # sizes that are not hashable are no sizes
             plan = None
         if plan is None:
-            plan = self._make_plan(arrays, inputs, None, num_reqs_padded, num_tokens_padded, out)
+            plan = self._make_plan(arrays, reading, None, num_reqs_padded, num_tokens_padded, out)
             views.keep_plan(key, plan)
-        self._run(plan, views, out, arrays, inputs[2], stream)
+        self._run(plan, views, out, arrays, reading[2], stream)
         return plan.step
 
     def _make_plan(
         self,
         arrays: tuple[Array | None, ...],
-        inputs: Inputs,
+        reading: Reading,
         seq_lens: SeqLens,
         num_reqs_padded: int | None,
         num_tokens_padded: int | None,
@@ -282,13 +282,13 @@ class BlockTable(RowOperations, ExportCalls):
 
         Args:
             arrays: in the order of `STEP_INPUTS`.
-            inputs: what they are.
+            reading: what they are.
             seq_lens: as `step_metadata` keeps them.
             num_reqs_padded, num_tokens_padded, out: as given.
         """
-        batch, current_stream = self._checks.step(arrays, inputs, num_reqs_padded, seq_lens)
+        batch, current_stream = self._checks.step(arrays, reading, num_reqs_padded, seq_lens)
         self._checks.num_tokens(batch.num_positions, num_tokens_padded)
-        buffers, addresses = self._buffers(out), inputs[2]
+        buffers, addresses = self._buffers(out), reading[2]
         num_returned = batch.num_positions if num_tokens_padded is None else num_tokens_padded
         return StepPlan(
             batch,
@@ -407,16 +407,16 @@ class BlockTable(RowOperations, ExportCalls):
             self._require("exports", "step_metadata() with layouts, or over ranks that share a group,")
         views = self._own_views if out is None else self._views.of(out)
         arrays = idx_mapping, num_computed_tokens, query_start_loc, positions
-        inputs = read_step(arrays)
-        lens_inputs = read_each(lens if isinstance(lens, tuple) else (lens,))
+        reading = read_step(arrays)
+        lens_reading = read_each(lens if isinstance(lens, tuple) else (lens,))
         sizes = num_reqs_padded, type(num_reqs_padded), num_tokens_padded, type(num_tokens_padded)
-        key = inputs[0], inputs[1], sizes, lens_inputs[:2], exports
+        key = reading[0], reading[1], sizes, lens_reading[:2], exports
         try:
             plan = views.plans.get(key)
         except TypeError:
             plan = None
         if plan is None:
-            plan = self._make_plan(arrays, inputs, lens, num_reqs_padded, num_tokens_padded, out)
+            plan = self._make_plan(arrays, reading, lens, num_reqs_padded, num_tokens_padded, out)
             handle = self._stream(stream, positions)
             plan.exports = tuple(
                 self._plan_export(
@@ -424,9 +424,9 @@ class BlockTable(RowOperations, ExportCalls):
                 )
                 for family in exports.families
             )
-            if lens_inputs[0] is not None:
+            if lens_reading[0] is not None:
                 views.keep_plan(key, plan)
-        handle = self._run(plan, views, out, arrays, inputs[2], stream)
+        handle = self._run(plan, views, out, arrays, reading[2], stream)
         for planned, family in zip(plan.exports, exports.families, strict=True):
             self._run_export(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])), handle)
         return make_metadata(

@@ -23,8 +23,9 @@ Kept = TypeVar("Kept")
 
 MAX_CACHED_VIEWS = 1024
 """Views and steps kept for each set of buffers, those used last; an engine that pads uses a few dozen."""
-MAX_PLANS = 64
-"""Plans of steps kept for each set of buffers; an engine that pads uses a few dozen, and others make one in some us."""
+MAX_PLANS = 256
+"""Plans of steps kept for each set of buffers, some 2 KB each; the oldest goes. As many as most engines decode requests
+at once; a prefill of another length makes one, in some microseconds."""
 
 
 def batch_key(num_reqs: int, idx_mapping: Array | None, num_computed_tokens: Array | None) -> tuple[Any, Any]:

@@ -196,6 +196,24 @@ def test_host_positions_longer_than_the_buffer_are_staged() -> None:
 
 
 @NEEDS_INTERPRETER
+@pytest.mark.parametrize("made_in", [True, False])
+@pytest.mark.parametrize("used_in", [True, False])
+def test_memory_of_a_table_is_written_in_any_mode(made_in: bool, used_in: bool) -> None:
+    """What torch makes in inference mode it refuses to write outside it. Rules: R22, R24."""
+    import torch
+
+    with torch.inference_mode(made_in):
+        table = make_table()
+    host = np.array([2], np.int32), np.array([0, 1], np.int32), np.array([2])
+    with torch.inference_mode(used_in):
+        table.set_row(2, ([7, 8], [9]))
+        for _ in range(2):
+            step = table.step(*host)
+            assert [slots.tolist() for slots in step.slot_mappings] == [[7 * 6], [9 * 4 + 2]]
+            table.invalidate()
+
+
+@NEEDS_INTERPRETER
 def test_an_array_on_another_device_is_refused() -> None:
     """Rules: R22."""
     import torch
@@ -204,6 +222,11 @@ def test_an_array_on_another_device_is_refused() -> None:
     elsewhere = torch.zeros(1, dtype=torch.int32, device="meta")
     with pytest.raises(bt.DtypeError, match="on meta, but this table is on cpu"):
         table.gather(elsewhere)
+    table.set_row(2, ([7, 8], [9]))
+    for _ in range(2):
+        with pytest.raises(bt.DtypeError, match="on meta, but this table is on cpu"):
+            table.step(elsewhere, np.array([0, 1], np.int32), np.array([2]))
+    assert table.num_bytes_sent == 0
 
 
 # The drivers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -161,10 +161,6 @@ class Launches:
         self._copy_parts = min(-(-config.max_num_reqs // self._apply.tile), MAX_COPY_PARTS)
         self._sizes = (self._num_groups, config.max_num_reqs, config.batch_arena.size)
         self._max_width = max(config.arena.widths)
-        if self.has_step_batch:
-            self._step = self.kernel("step_batch_long" if self._may_be_long else "step_batch")
-            slot_blocks = min(-(-self.num_slots // self._step.tile), MAX_SLOT_BLOCKS // self._num_groups)
-            self._slot_blocks = max(slot_blocks, 1)
 
     def is_long(self, num_slots: int) -> bool:
         """Say whether a launch over so many slots fills the device many times over."""
@@ -277,8 +273,15 @@ class Launches:
 
     # The fused step.
 
+    @cached_property
+    def _step(self) -> tuple[Any, int]:
+        """step_batch as a launch takes it, and the blocks of it that map a group's slots."""
+        kernel = self.kernel("step_batch_long" if self._may_be_long else "step_batch")
+        return kernel, max(min(-(-self.num_slots // kernel.tile), MAX_SLOT_BLOCKS // self._num_groups), 1)
+
     def step_batch(self, inputs: Inputs, batch: Batch, out: int, slots: int, last_mark: int, shown_mark: int) -> Launch:
         """Return the launch of gather and slots together. out, slots: addresses of a set's memory."""
+        kernel, slot_blocks = self._step
         config, num_groups, num_reqs_padded = self._config, self._num_groups, batch.num_reqs_padded
         gather_blocks = 0
         if batch.wants_tables:  # of no rows too: a larger batch may have come before
@@ -302,12 +305,12 @@ class Launches:
             slots,
             self.num_slots,
             gather_blocks,
-            self._slot_blocks,
+            slot_blocks,
             last_mark,
             shown_mark,
         )
         # The last block shows the mark.
-        return self._step, (gather_blocks + self._slot_blocks * num_groups + 1, 1), arguments
+        return kernel, (gather_blocks + slot_blocks * num_groups + 1, 1), arguments
 
     # Exports.
 

@@ -244,6 +244,7 @@ class DeviceStore:
                 prepared.num_staged += array.nbytes // 4
                 prepared.staged = *prepared.staged, (place, first, prepared.num_staged)
             else:
+                self.driver.address(array)  # refuses what no kernel can reach
                 prepared.asked = *prepared.asked, place
         return prepared
 
