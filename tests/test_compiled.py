@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -270,10 +271,11 @@ def test_lists_that_another_thread_changes_are_read_safely() -> None:
 
     thread = threading.Thread(target=change)
     thread.start()
-    outcomes = Counter[str]()
+    outcomes: Counter[str] = Counter()
+    calls: list[Callable[[], None]] = [lambda: host.set_rows(rows, ids, counts), lambda: host.set_row(0, ids)]
     try:
         for _ in range(20_000):
-            for call in (lambda: host.set_rows(rows, ids, counts), lambda: host.set_row(0, ids)):
+            for call in calls:
                 try:
                     call()
                     outcomes["done"] += 1
