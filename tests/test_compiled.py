@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import sysconfig
 import threading
 import weakref
 from collections import Counter
@@ -286,3 +289,25 @@ def test_lists_that_another_thread_changes_are_read_safely() -> None:
         thread.join()
     assert outcomes["done"] > 0
     assert set(host.mirror[host.filled.size :].tolist()) <= {0, 1, 2, 5, 6, *range(9, 15)}
+
+
+def test_an_engine_that_never_commits_fills_no_memory() -> None:
+    """The journal merges what it holds before it grows, and here that makes the room it began with do."""
+    rng, host = np.random.default_rng(0), CompiledRows(CONFIG)
+    most = 0
+    for _ in range(20_000):
+        row, n = int(rng.integers(12)), int(rng.integers(1, 3))
+        host.set_row(row, [rng.integers(1, 400, n).tolist() for _ in CONFIG.groups])
+        host.truncate_row(row, int(rng.integers(3)))
+        host.append_row(row, [[7], [8], [9]])
+        most = max(most, host.journal.size)
+    assert most <= 4 * host.filled.size + 64
+    offsets, lengths = host.pending_ranges()
+    assert (offsets[1:] > (offsets + lengths)[:-1]).all()
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="no free-threaded build")
+def test_the_import_leaves_the_gil_off() -> None:
+    source = "import sys, blocktable_compiled.operations; print(sys._is_gil_enabled())"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
