@@ -220,7 +220,7 @@ def as_range(ints: list[int]) -> Any:
 def with_one(item: Any) -> Make:
     def make(ints: list[Any]) -> Any:
         found = list(ints)
-        found[len(found) // 2 : len(found) // 2 + 1] = [item]
+        found[len(found) // 2 : len(found) // 2 + 1] = [copy.copy(item)]
         return found
 
     return make
@@ -456,7 +456,10 @@ class Caller:
         if is_shared:
             found = [[min(column) for column in zip(*found, strict=True)]] * self.num_groups
         if rows and self.is_odd():
-            found = [[each + self.rng.choice([0, 1, 30]) for each in line] for line in found]
+            group, i = self.group(), self.rng.randrange(len(rows))
+            used = int(held[group, rows[i]]) if is_append and 0 <= rows[i] < self.num_rows else 0
+            for line in found if is_shared else found[group : group + 1]:
+                line[i] = self.capacities[group] - used + self.rng.choice([0, 1, 30])
         return found
 
     # Operations: a method of `Table`, and its arguments.
