@@ -94,7 +94,7 @@ def test_a_wrong_export_is_caught(export_verdicts: dict[str, dict[str, Any]], na
 def core_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("core")
     environment = os.environ | {"BLOCKTABLE_HOST_PATH": "numpy"}  # which the mutants of rows replace
-    command = [sys.executable, MUTANTS / "wrong_core.py", folder]
+    command = [sys.executable, str(MUTANTS / "wrong_core.py"), str(folder)]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     return {path.stem: json.loads(path.read_text())[0] for path in folder.glob("*.json")}
 

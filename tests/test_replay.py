@@ -170,8 +170,14 @@ def test_ranks_share_the_tokens() -> None:
 # Broken backends. Each is named to the command as `module:Class`.
 
 
+PLAIN = frozenset({"int32_slots", "exports", "export_parts"})
+"""No fused step: each of its parts may be replaced."""
+
+
 class OffByOne(NumpyBackend):
     """Every slot is one too high."""
+
+    capabilities = PLAIN
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
@@ -187,6 +193,8 @@ class OffByOne(NumpyBackend):
 
 class NoPadding(NumpyBackend):
     """What an earlier, larger step left behind the last token stays there."""
+
+    capabilities = PLAIN
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
@@ -204,6 +212,8 @@ class NoPadding(NumpyBackend):
 class StaleTail(NumpyBackend):
     """Batch rows are never made shorter."""
 
+    capabilities = PLAIN
+
     def create_block_store(self, config: bt.BlockTableConfig, device: Any = None) -> NumpyBlockStore:
         class Store(NumpyBlockStore):
             def gather(
@@ -220,6 +230,8 @@ class StaleTail(NumpyBackend):
 class LostWrite(NumpyBackend):
     """The last range of a commit of several gets lost."""
 
+    capabilities = PLAIN
+
     def create_block_store(self, config: bt.BlockTableConfig, device: Any = None) -> NumpyBlockStore:
         class Store(NumpyBlockStore):
             def write(self, writes: bt.Writes, *, stream: int | None, groups: Sequence[int] | None = None) -> None:
@@ -233,6 +245,8 @@ class LostWrite(NumpyBackend):
 
 class Raises(NumpyBackend):
     """Has a fault that is no wrong entry."""
+
+    capabilities = PLAIN
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):

@@ -97,8 +97,14 @@ CONFIGS = pytest.mark.parametrize(
 HOST_PATHS = pytest.mark.parametrize("host_path", ["numpy", "compiled"])
 
 
+PLAIN = frozenset({"int32_slots", "exports", "export_parts"})
+"""No fused step: each of its parts may be replaced."""
+
+
 class Wrong(NumpyBackend):
     """The tenth step's first slot is wrong."""
+
+    capabilities = PLAIN
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
@@ -388,6 +394,8 @@ def test_a_wrong_backend_is_found_by_its_step(tmp_path: Path, capsys: pytest.Cap
 
 class Overzealous(NumpyBackend):
     """A call that names groups writes the first group's slots of the last step, too."""
+
+    capabilities = PLAIN
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
