@@ -1,4 +1,4 @@
-"""The numpy backend's compiled step copies only rows that changed since the last one into the same set, and misses none."""
+"""The numpy backend's compiled step copies only rows that changed since the last one into a set, and misses none."""
 
 from __future__ import annotations
 
