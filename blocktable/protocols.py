@@ -16,6 +16,9 @@ from blocktable.layouts import Layout
 CHANGES_HEADER = 5
 """int32 entries before the data of packed changes."""
 
+MOST_SINGLES = 2
+"""Entries of a range of packed changes that travel as single values."""
+
 STEP_INPUTS = ("idx_mapping", "num_computed_tokens", "query_start_loc", "positions")
 """The arrays of a step, in the order in which a `PreparingStore` is given them."""
 
@@ -99,8 +102,9 @@ class Writes:
 
         Five counts (single values, ranges, range values, constant ranges, their entries), then: offsets of the single
         values, those values; offsets of the ranges, where each starts among the range values, those values; offsets of
-        the constant ranges, where each starts among their entries, the one value of each. A range is constant where it
-        has at least 2 entries, all of one value. All int32: for arenas below 2**31 entries.
+        the constant ranges, where each starts among their entries, the one value of each. A range is constant where all
+        its entries have one value. Up to MOST_SINGLES entries travel as single values, which a kernel need not search.
+        All int32: for arenas below 2**31 entries.
 
         Args:
             block: [n] int32, written.
@@ -119,13 +123,13 @@ class Writes:
             block[CHANGES_HEADER + num_ranges : end] = values
             return end
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
-        is_single = lengths == 1
+        is_short = lengths <= MOST_SINGLES
         first_values = values[starts]
         differs = np.logical_or.reduceat(values != np.repeat(first_values, lengths), starts)
-        is_constant = ~is_single & ~differs
-        is_range = ~is_single & differs
+        is_constant = ~is_short & ~differs
+        is_range = ~is_short & differs
         sizes = [
-            int(np.count_nonzero(is_single)),
+            int(lengths[is_short].sum()),
             int(np.count_nonzero(is_range)),
             int(lengths[is_range].sum()),
             int(np.count_nonzero(is_constant)),
@@ -136,8 +140,8 @@ class Writes:
             return 0
         block[:CHANGES_HEADER] = sizes
         parts = (
-            offsets[is_single],
-            first_values[is_single],
+            ranges(offsets[is_short], lengths[is_short]),
+            values[np.repeat(is_short, lengths)],
             offsets[is_range],
             np.cumsum(lengths[is_range]) - lengths[is_range],
             values[np.repeat(is_range, lengths)],

@@ -68,7 +68,10 @@ def write(table: bt.BlockTable, offset: int, values: list[int]) -> None:
 
 @pytest.mark.skipif(bt.compiled_step() is None, reason="the compiled host path was not built")
 def test_a_steady_step_copies_only_rows_that_changed() -> None:
-    """A mark planted in a batch row stays there until its row changes, or until another row stands there."""
+    """A mark planted in a batch row stays there until its row changes, or until another row stands there.
+
+    Rules: R10.7.
+    """
     table = make_table()
     batch = table.buffers.block_tables[0]
     batch[1:3, :2] = MARK

@@ -43,10 +43,17 @@ cdef extern from "Python.h":
 cdef enum:
     CHANGES_HEADER = 5
     LONGEST = 1 << 20  # ints of a sequence that is copied here; numpy takes a longer one as fast
+    # Entries of a range that travel as single values: a kernel need not search for them.
+    MOST_SINGLES = 2
+    # Loads run ahead of stores by so many rows, which lie a multiple of 4 KiB apart and share few sets of the cache.
+    AHEAD = 8
 
 cdef struct Range:
     int64_t offset
     int64_t length
+    # What the one entry of an append holds; otherwise the mirror knows.
+    int32_t value
+    int32_t has_value
 
 
 cdef bint _is_before(const Range& first, const Range& second) noexcept nogil:
@@ -97,7 +104,7 @@ cdef class CompiledJournal:
         self.make_room(n)
         for i in range(n):
             if length[i]:
-                self.ranges.push_back(Range(offset[i], length[i]))
+                self.ranges.push_back(Range(offset[i], length[i], 0, False))
                 self.is_disjoint = False
 
     def merge(self):
@@ -135,6 +142,7 @@ cdef class CompiledJournal:
             end = ranges[i].offset + ranges[i].length
             if ranges[i].offset <= ranges[last].offset + ranges[last].length:
                 ranges[last].length = max(ranges[last].length, end - ranges[last].offset)
+                ranges[last].has_value = False
             else:
                 last += 1
                 ranges[last] = ranges[i]
@@ -325,12 +333,16 @@ cdef class Operations:
         cdef int32_t* target = <int32_t*>cnp.PyArray_DATA(block)
         cdef Range* ranges = journal.ranges.data()
         cdef int32_t* mirror = self.mirror
-        cdef int64_t singles = 0, num_ranges = 0, num_values = 0, num_constants = 0, constant_entries = 0
+        self._join_counts()
+        for i in range(n):
+            if not ranges[i].has_value and ranges[i].offset >= self.num_groups * self.num_rows:
+                        break
+        cdef int64_t num_kept = 0, singles = 0, num_ranges = 0, num_values = 0, num_constants = 0, constant_entries = 0
         for i in range(n):
             offset, length = ranges[i].offset, ranges[i].length
-            if length == 1:
-                singles += 1
-                blocktable_prefetch(mirror + offset)
+            num_kept += length > 0
+            if length <= MOST_SINGLES:
+                singles += length
             elif _is_constant(mirror + offset, length):
                 num_constants += 1
                 constant_entries += length
@@ -351,9 +363,10 @@ cdef class Operations:
         cdef int32_t first_value = 0, first_constant = 0
         for i in range(n):
             offset, length = ranges[i].offset, ranges[i].length
-            if length == 1:
-                single[0], single[singles] = <int32_t>offset, mirror[offset]
-                single += 1
+            if length <= MOST_SINGLES:
+                for j in range(offset, offset + length):
+                    single[0], single[singles] = <int32_t>j, ranges[i].value if ranges[i].has_value else mirror[j]
+                    single += 1
             elif _is_constant(mirror + offset, length):
                 constant[0], constant[num_constants] = <int32_t>offset, first_constant
                 constant[2 * num_constants] = mirror[offset]
@@ -365,7 +378,7 @@ cdef class Operations:
                 for j in range(length):
                     value[first_value + j] = mirror[offset + j]
                 first_value += <int32_t>length
-        return end, 12 * n + 4 * (singles + num_values + constant_entries)
+        return end, 12 * num_kept + 4 * (singles + num_values + constant_entries)
 
     # Arguments.
 
@@ -556,23 +569,30 @@ cdef class Operations:
 
     # Changes. Everything was checked but what the rows can hold; what may raise comes before the first store.
 
-    cdef int64_t _count_of(self, int64_t g, int64_t i) noexcept:
-        """Blocks of a row in a group: none where nothing was given for the group."""
+    cdef const int64_t* _counts_of(self, int64_t g) noexcept:
+        """Blocks of each row in a group; NULL: nothing was given for the group, and no row gets any."""
         if self.ends[g] == (self.ends[g - 1] if g else 0):
-            return 0
-        return self.counts[g * <int64_t>self.rows.size() + i if self.has_own_counts else i]
+            return NULL
+        return self.counts.data() + (g * <int64_t>self.rows.size() if self.has_own_counts else 0)
 
     cdef bint _fits(self, bint is_added) noexcept:
         """Whether every row has room for its blocks, and the counts of each group add up to its ids."""
-        cdef int64_t n = self.rows.size(), g, i, count, total, used
+        cdef int64_t n = self.rows.size(), g, i, total, used = 0, most, k
+        cdef const int64_t* counts
+        cdef const int64_t* rows = self.rows.data()
+        cdef const int32_t* filled
         for g in range(self.num_groups):
+            counts = self._counts_of(g)
+            if counts == NULL:
+                continue
+            filled, most, k = self.mirror + g * self.num_rows, self.groups[g].max_columns, self.groups[g].k
             total = 0
             for i in range(n):
-                count = self._count_of(g, i)
-                used = self.mirror[g * self.num_rows + self.rows[i]] if is_added else 0
-                if count > (self.groups[g].max_columns - used) // self.groups[g].k:
+                if is_added:
+                    used = filled[rows[i]]
+                if counts[i] > most or used + counts[i] * k > most:
                     return False
-                total += count
+                total += counts[i]
             if total != self.ends[g] - (self.ends[g - 1] if g else 0):
                 return False
         return True
@@ -582,28 +602,53 @@ cdef class Operations:
             return True
         if not self._fits(True):
             return False
-        cdef int64_t n = self.rows.size(), g, i, cell, count, entry
+        cdef int64_t n = self.rows.size(), g, i, entry, k, start, width
         cdef CompiledJournal journal = self.journal
-        cdef int64_t* next_id = self.ids.data()
+        cdef const int64_t* next_id = self.ids.data()
+        cdef const int64_t* rows = self.rows.data()
+        cdef const int64_t* counts
+        cdef int32_t* mirror = self.mirror
+        cdef int32_t* filled
         journal.make_room(2 * n * self.num_groups)
         for g in range(self.num_groups):
-            for i in range(n):
-                if self._count_of(g, i):
-                    self._note_count(g, self.rows[i])
-                    cell = g * self.num_rows + self.rows[i]
-                    entry = self.groups[g].table_start + self.rows[i] * self.groups[g].width + self.mirror[cell]
-                    blocktable_prefetch(self.mirror + entry)
+            counts = self._counts_of(g)
+            if counts != NULL:
+                for i in range(n):
+                    if counts[i]:
+                        self._note_count(g, rows[i])
         for g in range(self.num_groups):
+            counts = self._counts_of(g)
+            if counts == NULL:
+                continue
+            filled, k = mirror + g * self.num_rows, self.groups[g].k
+            start, width = self.groups[g].table_start, self.groups[g].width
             for i in range(n):
-                count = self._count_of(g, i)
-                if count:
-                    cell = g * self.num_rows + self.rows[i]
-                    entry = self.groups[g].table_start + self.rows[i] * self.groups[g].width + self.mirror[cell]
-                    self._note_tail(cell, entry, count * self.groups[g].k)
-                    self._expand(g, next_id, count, self.mirror + entry)
-                    self.mirror[cell] += <int32_t>(count * self.groups[g].k)
-                    next_id += count
+                if i + AHEAD < n:
+                    blocktable_prefetch(mirror + start + rows[i + AHEAD] * width + filled[rows[i + AHEAD]])
+                if counts[i]:
+                    entry = start + rows[i] * width + filled[rows[i]]
+                    self._expand(g, next_id, counts[i], mirror + entry)
+                    self._note_tail(g * self.num_rows + rows[i], entry, counts[i] * k, mirror[entry])
+                    filled[rows[i]] += <int32_t>(counts[i] * k)
+                    next_id += counts[i]
         return True
+
+    cdef void _join_counts(self) noexcept:
+        """Make filled counts of groups that follow one another one range, where each group's are one."""
+        cdef CompiledJournal journal = self.journal
+        cdef size_t g
+        cdef Range* before
+        cdef Range* after
+        if not journal.is_disjoint:
+            return  # they are merged already
+        for g in range(1, self.groups.size()):
+            if self.groups[g].epoch != journal.epoch or self.groups[g - 1].epoch != journal.epoch:
+                continue
+            before, after = &journal.ranges[self.groups[g - 1].counts], &journal.ranges[self.groups[g].counts]
+            if before != after and after.length and before.offset + before.length == after.offset:
+                before.length += after.length
+                after.length = 0
+                self.groups[g].counts = self.groups[g - 1].counts
 
     cdef void _note_count(self, int64_t g, int64_t row) noexcept:
         """Note a filled count, of which a row that was appended to in this epoch has noted its own."""
@@ -618,17 +663,18 @@ cdef class Operations:
                 journal.ranges[group.counts].length += 1
                 return
         group.epoch, group.counts = journal.epoch, journal.ranges.size()
-        journal.ranges.push_back(Range(cell, 1))
+        journal.ranges.push_back(Range(cell, 1, 0, False))
 
-    cdef void _note_tail(self, int64_t cell, int64_t entry, int64_t columns) noexcept:
-        """Note the columns that an append adds."""
+    cdef void _note_tail(self, int64_t cell, int64_t entry, int64_t columns, int32_t value) noexcept:
+        """Note the columns that an append adds; value: the first one's."""
         cdef CompiledJournal journal = self.journal
         cdef int64_t tail = self.cells[cell].tail
         if tail >= 0 and journal.ranges[tail].offset + journal.ranges[tail].length == entry:
             journal.ranges[tail].length += columns
+            journal.ranges[tail].has_value = False
             return
         self.cells[cell].tail = journal.ranges.size()
-        journal.ranges.push_back(Range(entry, columns))
+        journal.ranges.push_back(Range(entry, columns, value, columns == 1))
 
     cdef void _expand(self, int64_t g, const int64_t* ids, int64_t count, int32_t* target) noexcept:
         """Write blocks as kernel blocks (R2)."""
@@ -644,17 +690,20 @@ cdef class Operations:
         if not self._fits(False):
             return False
         cdef int64_t n = self.rows.size(), g, i, cell, count, columns, filled, start, most = 0
-        cdef int64_t* next_id = self.ids.data()
+        cdef const int64_t* next_id = self.ids.data()
+        cdef const int64_t* counts
         cdef bint is_fresh = True
         for g in range(self.num_groups):
+            counts = self._counts_of(g)
             for i in range(n):
                 is_fresh = is_fresh and self.mirror[g * self.num_rows + self.rows[i]] == 0
-                columns = self._count_of(g, i) * self.groups[g].k
+                columns = counts[i] * self.groups[g].k if counts != NULL else 0
                 most += 2 + (columns + 1) // 2  # two ranges of entries that differ have one between them that does not
         self.journal.make_room(2 * n * self.num_groups if is_fresh else most)
         for g in range(self.num_groups):
+            counts = self._counts_of(g)
             for i in range(n):
-                count = self._count_of(g, i)
+                count = counts[i] if counts != NULL else 0
                 columns = count * self.groups[g].k
                 cell = g * self.num_rows + self.rows[i]
                 filled = self.mirror[cell]
@@ -721,7 +770,7 @@ cdef class Operations:
     cdef void _note(self, int64_t offset, int64_t length) noexcept:
         """Note a range that others may overlap."""
         if length:
-            self.journal.ranges.push_back(Range(offset, length))
+            self.journal.ranges.push_back(Range(offset, length, 0, False))
             self.journal.is_disjoint = False
 
 
@@ -782,7 +831,7 @@ def append_equally(
     order.reserve(n)
     first_id = 0
     for i in range(n):
-        order.push_back(Range(row_of[i], i))
+        order.push_back(Range(row_of[i], i, 0, False))
     cdef vector[int64_t] first_ids
     first_ids.reserve(n)
     for i in range(n):
