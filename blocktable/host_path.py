@@ -33,7 +33,6 @@ class HostPath(Protocol):
     own are rows that `check_rows` returned.
 
     Attributes:
-        mirror: [arena.size] int32. What the device holds after a commit; it follows every operation.
         filled: [num_groups, num_rows] int32. Columns in use of each row; up to date after every operation.
         committed_filled: [num_groups, num_rows] int32. The same as of the last commit; -1: not known (R24).
         columns_per_block: [num_groups, 1] int64.
@@ -41,10 +40,16 @@ class HostPath(Protocol):
     Rules: R4-R9.
     """
 
-    mirror: IntArray
     filled: IntArray
     committed_filled: IntArray
     columns_per_block: IntArray
+
+    @property
+    def mirror(self) -> IntArray:
+        """[arena.size] int32. What the device holds after a commit. Valid until the next operation."""
+
+    def watch(self) -> IntArray:
+        """Return the mirror, which from now on follows every operation: the caller keeps a view of it."""
 
     @property
     def journal(self) -> Changes:

@@ -85,7 +85,7 @@ class Inspection:
         if not chosen.size:
             return 0
         expansion = self.config.groups[group].blocks_per_kv_block
-        firsts = self.host_table(group)[:, ::expansion]
+        firsts = self._table(group)[:, ::expansion]
         end = int(self._rows.filled[group, chosen].min()) // expansion
         null, start, size = self.config.groups[group].null_block_id, 0, FIRST_LOOK
         while start < end:
@@ -105,14 +105,18 @@ class Inspection:
 
     def host_table(self, group: int) -> IntArray:
         """Return a group's rows on the host, [num_rows, width] int32, as a read-only view that follows changes."""
-        view: IntArray = self.config.arena.view(self._rows.mirror, self._group_index(group)).view()
+        view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
         view.flags.writeable = False
         return view
 
     def host_row(self, group: int, row: int) -> IntArray:
         """Return a copy of the columns that a row holds now, [n] int32, on the host."""
-        table, (number,) = self.host_table(group), self._rows.one_row("row", row)
-        return table[number, : self._rows.filled[group, number]].copy()
+        (number,) = self._rows.one_row("row", row)
+        return self._table(group)[number, : self._rows.filled[group, number]].copy()
+
+    def _table(self, group: int) -> IntArray:
+        view: IntArray = self.config.arena.view(self._rows.mirror, self._group_index(group))
+        return view
 
     def device_table(self, group: int) -> Array:
         """Return a group's rows on the device, [num_rows, width] int32, without a copy; callers only read."""
@@ -166,7 +170,7 @@ class Inspection:
             meaning = " (pad_slot_id, no slot)" if is_pad else ""
             raise ArgumentError(f"slot {slot}{meaning} is outside the cache of group {group}.")
         kernel_block_id, offset = divmod(slot, tokens)
-        found_rows, columns = np.nonzero(self.host_table(group) == kernel_block_id)
+        found_rows, columns = np.nonzero(self._table(group) == kernel_block_id)
         held = columns < self._rows.filled[group][found_rows]
         return SlotLocation(
             kernel_block_id // expansion,

@@ -106,13 +106,13 @@ class NumpyRows:
         self.config = config
         self.arena = arena
         try:
-            self.mirror: IntArray = arena.empty()
+            self._mirror: IntArray = arena.empty()
         except (MemoryError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"The table does not fit the host's memory: {4 * arena.size} bytes for {arena.num_rows} rows of "
                 f"{arena.widths} columns; lower max_num_reqs, max_num_rows or max_model_len."
             ) from error
-        self.filled: IntArray = arena.view(self.mirror, -1)
+        self.filled: IntArray = arena.view(self._mirror, -1)
         self.committed_filled: IntArray = self.filled.copy()
         # Room for a step that appends to every row: a count and a range of columns for each cell.
         self.journal: Any = self.journal_type(4 * arena.num_groups * arena.num_rows + 64)
@@ -141,6 +141,13 @@ class NumpyRows:
         self._num_bytes = 0  # of the changes that `writes` or `pack_changes` returned last
         self._indices: IntArray = np.arange(arena.num_rows)
         self._stamps: IntArray = np.zeros(arena.num_rows, np.int64)
+
+    @property
+    def mirror(self) -> IntArray:
+        return self._mirror
+
+    def watch(self) -> IntArray:
+        return self._mirror
 
     # Checks. Everything below runs before the first entry changes.
 

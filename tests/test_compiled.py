@@ -213,9 +213,41 @@ def test_an_unsorted_append_survives_a_look_at_the_journal() -> None:
     same(compiled, plain)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("config", [CONFIG, ONE_GROUP], ids=["groups", "one"])
+def test_a_mirror_that_is_behind_shows_nowhere(config: BlockTableConfig, seed: int) -> None:
+    """Appends of one block each, one after another, are only noted; whatever looks sees them. Rules: R4, R5, R9.1."""
+    rng = np.random.default_rng(seed)
+    pair = both(config)
+    pair[0]._operations.least_late = 1
+    was_behind = 0
+    for step in range(200):
+        rows = np.sort(rng.permutation(12)[:5]) if step % 5 else rng.permutation(12)[:5]
+        ids = [rng.integers(1, 400, 5).astype(np.int32) for _ in config.groups]
+        empties, copies, looks, edits = rng.integers(0, 12, 4) == 0
+        for host in pair:
+            if empties or (host.filled >= 4).any():
+                host.truncate_rows(np.arange(12), np.full(12, int(looks)))
+            host.append_rows(rows, ids, np.ones(5, np.int64))
+            if copies:
+                host.copy(np.array([1, 2]), np.array([2, 5]), vacate=True)
+            if edits:
+                host.set_row(3, [[7, 8]] * len(config.groups))
+        was_behind += not np.array_equal(pair[0]._mirror, pair[1].mirror)
+        assert packed(pair[0]) == packed(pair[1])
+        if looks:
+            same(*pair)
+        for host in pair:
+            host.committed()
+    same(*pair)
+    assert (was_behind > 20) == (config is ONE_GROUP)  # a group of several columns a block writes immediately
+
+
 def test_a_view_of_the_host_table_follows_every_change() -> None:
     """Rules: R4."""
     table = BlockTable(ONE_GROUP, "numpy")
+    assert isinstance(table._rows, CompiledRows)
+    table._rows._operations.least_late = 1
     for step in range(3):
         table.append_rows(np.arange(4), np.arange(1, 5, dtype=np.int32) + 4 * step, np.ones(4, np.int64))
         table.commit()

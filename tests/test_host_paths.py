@@ -601,6 +601,7 @@ def run_history(seed: int, num_operations: int, count: Counter[str]) -> None:
     rng = Random(seed)
     config = random_config(rng)
     watched = Watched(config)
+    watched._operations.least_late = rng.choice([1, 256])  # small appends may leave the mirror behind, too
     compiled, plain = Table(config, watched), Table(config, NumpyRows(config))
     caller = Caller(rng, plain, (0, 0.02, 0.1)[seed % 3])
     commits, looks = rng.choice([0.02, 0.2]), rng.choice([0.02, 0.3])

@@ -47,6 +47,11 @@ cdef enum:
     MOST_SINGLES = 2
     # Loads run ahead of stores by so many rows, which lie a multiple of 4 KiB apart and share few sets of the cache.
     AHEAD = 8
+    # Appends that the mirror may be behind, of at least and at most so many entries each: every store of one misses the
+    # cache, and the page table's, while those that follow one another in a row share a line.
+    LATE_STEPS = 8
+    LEAST_LATE = 256
+    MOST_LATE = 8192
 
 cdef struct Range:
     int64_t offset
@@ -54,6 +59,11 @@ cdef struct Range:
     # What the one entry of an append holds; otherwise the mirror knows.
     int32_t value
     int32_t has_value
+
+cdef struct Late:
+    # An entry that the mirror does not hold yet.
+    int64_t entry
+    int32_t value
 
 
 cdef bint _is_before(const Range& first, const Range& second) noexcept nogil:
@@ -231,6 +241,9 @@ cdef class Operations:
             allow_null, filler.
         num_rows: rows of the table.
         journal: what the operations change.
+
+    Attributes:
+        least_late: entries of an append that may leave the mirror behind, at least.
     """
 
     cdef CompiledJournal journal
@@ -244,6 +257,10 @@ cdef class Operations:
     # Copies of a call's arguments: rows; for each group its blocks of each row, or one for all; ids, group after group.
     cdef vector[int64_t] rows, counts, ids, ends
     cdef bint has_own_counts
+    cdef vector[Late] late
+    cdef size_t late_per_call
+    cdef bint is_watched
+    cdef public size_t least_late
 
     def __cinit__(
         self,
@@ -254,7 +271,7 @@ cdef class Operations:
     ):
         cdef int64_t g
         cdef int64_t* fields = <int64_t*>cnp.PyArray_DATA(geometry)
-        self.journal, self.owner = journal, mirror
+        self.journal, self.owner, self.least_late = journal, mirror, LEAST_LATE
         self.mirror = <int32_t*>cnp.PyArray_DATA(mirror)
         self.num_groups, self.num_rows = cnp.PyArray_DIM(geometry, 0), num_rows
         for g in range(self.num_groups):
@@ -334,6 +351,11 @@ cdef class Operations:
         cdef Range* ranges = journal.ranges.data()
         cdef int32_t* mirror = self.mirror
         self._join_counts()
+        if not self.late.empty():
+            for i in range(n):
+                if not ranges[i].has_value and ranges[i].offset >= self.num_groups * self.num_rows:
+                    self._catch_up()
+                    break
         for i in range(n):
             if not ranges[i].has_value and ranges[i].offset >= self.num_groups * self.num_rows:
                         break
@@ -609,6 +631,8 @@ cdef class Operations:
         cdef const int64_t* counts
         cdef int32_t* mirror = self.mirror
         cdef int32_t* filled
+        if self._may_be_late():
+            return self._append_late()
         journal.make_room(2 * n * self.num_groups)
         for g in range(self.num_groups):
             counts = self._counts_of(g)
@@ -632,6 +656,77 @@ cdef class Operations:
                     filled[rows[i]] += <int32_t>(counts[i] * k)
                     next_id += counts[i]
         return True
+
+    cdef bint _may_be_late(self) noexcept:
+        """Whether an append is the first since a commit, and adds one column to each row and group; if not, catch up."""
+        cdef size_t total = self.ids.size(), g, i
+        cdef bint is_late = not self.is_watched and self.least_late <= total <= MOST_LATE and self.journal.ranges.empty()
+        is_late = is_late and total == self.rows.size() * self.groups.size()
+        for g in range(self.groups.size()):
+            is_late = is_late and self.groups[g].k == 1
+        if is_late:
+            for i in range(self.counts.size()):
+                if self.counts[i] != 1:
+                    is_late = False
+                    break
+        if not is_late or total != self.late_per_call or self.late.size() == LATE_STEPS * total:
+            self._catch_up()
+            self.late_per_call = total if is_late else 0
+        return is_late
+
+    cdef bint _append_late(self) except -1:
+        """Note one column for each row and group, in the journal and among the late ones."""
+        cdef int64_t n = self.rows.size(), g, i, row, entry, start, width, null
+        cdef const int64_t* next_id = self.ids.data()
+        cdef const int64_t* rows = self.rows.data()
+        cdef int32_t* filled
+        cdef Cell* cells
+        cdef Range* noted
+        cdef Late* late
+        cdef size_t size = self.late.size()
+        cdef int64_t num_ranges
+        self.journal.make_room(2 * n * self.num_groups)
+        self.late.reserve(LATE_STEPS * self.late_per_call)
+        self.late.resize(size + self.late_per_call)
+        late = self.late.data() + size
+        for g in range(self.num_groups):
+            for i in range(n):
+                self._note_count(g, rows[i])
+        num_ranges = self.journal.ranges.size()
+        self.journal.ranges.resize(num_ranges + self.late_per_call)
+        noted = self.journal.ranges.data()
+        for g in range(self.num_groups):
+            filled, cells = self.mirror + g * self.num_rows, &self.cells[g * self.num_rows]
+            start, width = self.groups[g].table_start, self.groups[g].width
+            null = self.groups[g].null_block_id
+            for i in range(n):
+                row = rows[i]
+                entry = start + row * width + filled[row]
+                late[0] = Late(entry, <int32_t>(self.groups[g].filler if next_id[0] == null else next_id[0]))
+                noted[num_ranges] = Range(entry, 1, late.value, True)
+                cells[row].tail = num_ranges
+                filled[row] += 1
+                num_ranges += 1
+                next_id += 1
+                late += 1
+        return True
+
+    cdef void _catch_up(self) noexcept:
+        """Write what is late into the mirror, a row's entries of all calls together."""
+        cdef size_t i, place
+        cdef size_t size = self.late.size()
+        cdef const Late* late = self.late.data()
+        for i in range(min(self.late_per_call, size)):
+            place = i
+            while place < size:  # a range of this step would be an object
+                self.mirror[late[place].entry] = late[place].value
+                place += self.late_per_call
+        self.late.clear()
+
+    def catch_up(self, bint is_watched=False):
+        """Bring the mirror up to date; is_watched: and keep it so."""
+        self.is_watched = self.is_watched or is_watched
+        self._catch_up()
 
     cdef void _join_counts(self) noexcept:
         """Make filled counts of groups that follow one another one range, where each group's are one."""
@@ -687,6 +782,7 @@ cdef class Operations:
                     target[i * k + part] = <int32_t>(ids[i] * k + part)
 
     cdef bint _set(self) except -1:
+        self._catch_up()
         if not self._fits(False):
             return False
         cdef int64_t n = self.rows.size(), g, i, cell, count, columns, filled, start, most = 0
@@ -740,6 +836,7 @@ cdef class Operations:
             self._note(first, entry - first)
 
     cdef bint _truncate(self) except -1:
+        self._catch_up()
         cdef int64_t n = self.rows.size(), g, i, cell, columns, filled, k, kept
         for i in range(<int64_t>self.counts.size()):
             if self.counts[i] < 0:

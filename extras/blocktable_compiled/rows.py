@@ -15,7 +15,10 @@ IntArray = npt.NDArray[Any]
 
 
 class CompiledRows(NumpyRows):
-    """Rows whose steady operations are compiled. What those say no to, the numpy path does."""
+    """Rows whose steady operations are compiled. What those say no to, the numpy path does.
+
+    Large appends may only be noted at first: the mirror is some steps behind until someone looks at it.
+    """
 
     journal: CompiledJournal
     journal_type = CompiledJournal
@@ -27,7 +30,16 @@ class CompiledRows(NumpyRows):
         sizes = (arena.group_offsets, arena.widths, self.columns_per_block[:, 0], self._max_columns[:, 0])
         ids = (self._id_limits, self._null_ids, [group.allow_null for group in config.groups], arena.fillers)
         geometry = np.column_stack((*sizes, *ids)).astype(np.int64)
-        self._operations = Operations(self.mirror, geometry, arena.num_rows, self.journal)
+        self._operations = Operations(self._mirror, geometry, arena.num_rows, self.journal)
+
+    @property
+    def mirror(self) -> IntArray:
+        self._operations.catch_up()
+        return self._mirror
+
+    def watch(self) -> IntArray:
+        self._operations.catch_up(is_watched=True)
+        return self._mirror
 
     def append_row(self, row: Any, block_ids: Any) -> None:
         if not self._operations.append_row(row, block_ids):
