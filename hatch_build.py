@@ -14,7 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = Path("extras", "blocktable_compiled")
-MODULES = ("operations", "steps")
+MODULES = ("arguments", "journal", "operations", "drop_in", "steps")
 
 
 class CompiledHostPath(BuildHookInterface[Any]):
@@ -26,10 +26,11 @@ class CompiledHostPath(BuildHookInterface[Any]):
             return
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         sources = [Path(self.root, PACKAGE, f"{name}.pyx") for name in MODULES]
+        shared = [Path(__file__), *Path(self.root, PACKAGE).glob("*.pxd")]
         targets = [source.with_name(source.stem + suffix) for source in sources]
         try:
             for source, target in zip(sources, targets, strict=True):
-                if not is_newer(target, source, Path(__file__)):
+                if not is_newer(target, source, *shared):
                     build(source, target)
         except (Exception, SystemExit) as error:
             for target in targets:  # an old one must not run with new Python beside it
@@ -66,7 +67,9 @@ def build(source: Path, target: Path) -> None:
             extra_compile_args=options,
             language="c++",
         )
-        distribution = Distribution({"ext_modules": cythonize([extension], build_dir=folder, quiet=True)})
+        distribution = Distribution(
+            {"ext_modules": cythonize([extension], include_path=[str(source.parents[1])], build_dir=folder, quiet=True)}
+        )
         command = distribution.get_command_obj("build_ext")
         command.build_lib, command.build_temp = folder, folder
         command.ensure_finalized()

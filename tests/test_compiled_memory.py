@@ -33,7 +33,7 @@ PROGRAM = r"""
 import ctypes, sys
 import numpy as np
 from blocktable import BlockTableConfig, KVCacheGroup
-from blocktable_compiled.operations import CompiledJournal
+from blocktable_compiled.journal import CompiledJournal
 from blocktable_compiled.rows import CompiledRows
 
 

@@ -3,13 +3,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-class CompiledJournal:
-    @property
-    def size(self) -> int: ...
-    def __init__(self, capacity: int) -> None: ...
-    def clear(self) -> None: ...
-    def mark(self, offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None: ...
-    def merge(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+from blocktable_compiled.journal import CompiledJournal
 
 class Operations:
     least_late: int
@@ -26,16 +20,3 @@ class Operations:
     def catch_up(self, is_watched: bool = False) -> None: ...
     def committed(self, committed_filled: npt.NDArray[np.int32]) -> None: ...
     def pack_changes(self, block: npt.NDArray[np.int32], most: int) -> tuple[int, int]: ...
-
-def append_equally(
-    rows: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    ids: npt.NDArray[np.int32],
-    tables: npt.NDArray[np.int64],
-    num_rows: int,
-    mirror: npt.NDArray[np.int32],
-    offsets: npt.NDArray[np.int64],
-    lengths: npt.NDArray[Any],
-    values: npt.NDArray[np.int32],
-    size: int,
-) -> int: ...

@@ -12,15 +12,13 @@ No Python code of anyone's runs inside a method: none is called, and nothing is 
 counts, whose finalizers could call the table in the middle of an operation.
 """
 
-cimport cython
 cimport numpy as cnp
-from cpython.object cimport PyObject
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy
-from libcpp.algorithm cimport sort
 from libcpp.vector cimport vector
 
-import numpy as np
+from blocktable_compiled.arguments cimport Arguments, Group
+from blocktable_compiled.journal cimport CompiledJournal, Range
 
 cnp.import_array()
 
@@ -34,15 +32,8 @@ cdef extern from *:
     """
     void blocktable_prefetch(const void* address) noexcept nogil
 
-# Of borrowed references: a list's items are read under its lock, and need no counting.
-cdef extern from "Python.h":
-    PyObject** PySequence_Fast_ITEMS(object list_or_tuple) noexcept
-    bint PyLong_CheckExact(PyObject* value) noexcept
-    long long PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow) noexcept
-
 cdef enum:
     CHANGES_HEADER = 5
-    LONGEST = 1 << 20  # ints of a sequence that is copied here; numpy takes a longer one as fast
     # Entries of a range that travel as single values: a kernel need not search for them.
     MOST_SINGLES = 2
     # Loads run ahead of stores by so many rows, which lie a multiple of 4 KiB apart and share few sets of the cache.
@@ -53,186 +44,18 @@ cdef enum:
     LEAST_LATE = 256
     MOST_LATE = 8192
 
-cdef struct Range:
-    int64_t offset
-    int64_t length
-    # What the one entry of an append holds; otherwise the mirror knows.
-    int32_t value
-    int32_t has_value
-
 cdef struct Late:
     # An entry that the mirror does not hold yet.
     int64_t entry
     int32_t value
-
-
-cdef bint _is_before(const Range& first, const Range& second) noexcept nogil:
-    return first.offset < second.offset
-
-
-cdef class CompiledJournal:
-    """Dirty ranges of the arena, as `blocktable.rows.Journal`.
-
-    Rows that were appended to since the last commit make ranges that no other one overlaps: they need no sorting.
-
-    Attributes:
-        size: ranges.
-    """
-
-    cdef vector[Range] ranges
-    # Which ranges may be grown in place: those that were noted in this epoch.
-    cdef uint64_t epoch
-    cdef bint is_disjoint
-    # The size at which the ranges are disjoint, ascending and do not touch.
-    cdef size_t settled
-
-    def __cinit__(self, size_t capacity):
-        self.ranges.reserve(capacity)
-        self.epoch = 1
-        self.is_disjoint = True
-
-    @property
-    def size(self):
-        return self.ranges.size()
-
-    def clear(self):
-        """Forget everything: it is on the device."""
-        self.ranges.clear()
-        self.epoch += 1
-        self.is_disjoint = True
-        self.settled = 0
-
-    def mark(self, offsets, lengths):
-        """Add ranges: offsets of any shape, and lengths of the same; of length 0 too."""
-        cdef cnp.ndarray first = np.ascontiguousarray(offsets, np.int64)
-        cdef cnp.ndarray size = np.ascontiguousarray(lengths, np.int64)
-        cdef int64_t n = cnp.PyArray_SIZE(first), i
-        if cnp.PyArray_SIZE(size) != n:
-            raise ValueError("offsets and lengths must be of one shape")
-        cdef int64_t* offset = <int64_t*>cnp.PyArray_DATA(first)
-        cdef int64_t* length = <int64_t*>cnp.PyArray_DATA(size)
-        self.make_room(n)
-        for i in range(n):
-            if length[i]:
-                self.ranges.push_back(Range(offset[i], length[i], 0, False))
-                self.is_disjoint = False
-
-    def merge(self):
-        """Return what is dirty as disjoint ascending ranges, [n] int64 each, and keep it in that form."""
-        self.settle()
-        cdef int64_t n = self.ranges.size(), i
-        offsets, lengths = np.empty(n, np.int64), np.empty(n, np.int64)
-        cdef int64_t* offset = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>offsets)
-        cdef int64_t* length = <int64_t*>cnp.PyArray_DATA(<cnp.ndarray>lengths)
-        for i in range(n):
-            offset[i], length[i] = self.ranges[i].offset, self.ranges[i].length
-        return offsets, lengths
-
-    cdef int make_room(self, size_t more) except -1:
-        """Merge what is there before it grows: a caller that never commits must not fill the memory."""
-        if self.ranges.size() + more > self.ranges.capacity():
-            self.settle()
-            self.ranges.reserve(2 * (self.ranges.size() + more))  # half of it free: the next merge is far away
-        return 0
-
-    cdef void settle(self) noexcept:
-        cdef size_t size = self.ranges.size(), i, last = 0
-        cdef bint is_ascending = True
-        cdef Range* ranges = self.ranges.data()
-        cdef int64_t end
-        if self.settled == size:
-            return
-        for i in range(1, size):
-            if ranges[i].offset < ranges[i - 1].offset:
-                is_ascending = False
-                break
-        if not is_ascending:
-            sort(self.ranges.begin(), self.ranges.end(), &_is_before)
-        for i in range(1, size):
-            end = ranges[i].offset + ranges[i].length
-            if ranges[i].offset <= ranges[last].offset + ranges[last].length:
-                ranges[last].length = max(ranges[last].length, end - ranges[last].offset)
-                ranges[last].has_value = False
-            else:
-                last += 1
-                ranges[last] = ranges[i]
-        self.ranges.resize(last + 1)
-        self.settled = last + 1
-        self.epoch += 1
-        self.is_disjoint = False  # a count or a row that is noted again may overlap
-
-
-cdef struct Group:
-    int64_t table_start
-    int64_t width
-    int64_t k  # columns of a block
-    int64_t max_columns
-    int64_t id_limit
-    int64_t null_block_id
-    int64_t allow_null
-    int64_t filler
-    # The range of the journal that the last filled count was noted in, and its epoch.
-    uint64_t epoch
-    int64_t counts
 
 cdef struct Cell:
     # One row of one group that was appended to in this epoch: its count is noted, and this range ends where it ends.
     uint64_t epoch
     int64_t tail
 
-ctypedef fused Number:
-    int8_t
-    int16_t
-    int32_t
-    int64_t
-    uint8_t
-    uint16_t
-    uint32_t
-    uint64_t
 
-
-cdef void _copy(const Number* source, int64_t stride, int64_t n, int64_t* target) noexcept nogil:
-    cdef int64_t i
-    for i in range(n):
-        target[i] = <int64_t>(<const Number*>(<const char*>source + i * stride))[0]
-
-
-cdef object _item(values, Py_ssize_t i):
-    """Return an item of a list or tuple; where another thread has made it shorter, what no method takes."""
-    with cython.critical_section(values):
-        if i < len(values):
-            return <object>PySequence_Fast_ITEMS(values)[i]
-    return NotImplemented
-
-
-cdef bint _to_int64(PyObject* value, int64_t* target) noexcept:
-    """Write an int; False where it is none, or does not fit."""
-    cdef int overflow = 0
-    if not PyLong_CheckExact(value):
-        return False
-    target[0] = PyLong_AsLongLongAndOverflow(value, &overflow)
-    return overflow == 0
-
-
-cdef bint _to_far_int(value, int64_t* target) noexcept:
-    """As `_to_int64`; False too where the difference of two such ints would not fit."""
-    return _to_int64(<PyObject*>value, target) and -(1LL << 62) < target[0] < 1LL << 62
-
-
-cdef bint _is_plain(values) noexcept:
-    """Whether it is a list or a tuple, and of no class of its own."""
-    return type(values) is list or type(values) is tuple
-
-
-cdef bint _is_nested(values):
-    """Whether it is a list or a tuple whose first item is no int."""
-    if not _is_plain(values) or len(values) == 0:
-        return False
-    first = _item(values, 0)
-    return not PyLong_CheckExact(<PyObject*>first)
-
-
-cdef class Operations:
+cdef class Operations(Arguments):
     """What a table's rows do in a steady step, over the memory that `CompiledRows` owns and this keeps alive.
 
     Args:
@@ -249,39 +72,18 @@ cdef class Operations:
     cdef CompiledJournal journal
     cdef object owner
     cdef int32_t* mirror
-    cdef vector[Group] groups
-    cdef int64_t num_groups, num_rows
     cdef vector[Cell] cells
-    cdef vector[uint64_t] stamps
-    cdef uint64_t stamp
-    # Copies of a call's arguments: rows; for each group its blocks of each row, or one for all; ids, group after group.
-    cdef vector[int64_t] rows, counts, ids, ends
-    cdef bint has_own_counts
     cdef vector[Late] late
     cdef size_t late_per_call
     cdef bint is_watched
     cdef public size_t least_late
 
     def __cinit__(
-        self,
-        cnp.ndarray mirror not None,
-        cnp.ndarray geometry not None,
-        int64_t num_rows,
-        CompiledJournal journal not None,
+        self, cnp.ndarray mirror not None, geometry, int64_t num_rows, CompiledJournal journal not None
     ):
-        cdef int64_t g
-        cdef int64_t* fields = <int64_t*>cnp.PyArray_DATA(geometry)
         self.journal, self.owner, self.least_late = journal, mirror, LEAST_LATE
         self.mirror = <int32_t*>cnp.PyArray_DATA(mirror)
-        self.num_groups, self.num_rows = cnp.PyArray_DIM(geometry, 0), num_rows
-        for g in range(self.num_groups):
-            self.groups.push_back(Group(
-                fields[8 * g], fields[8 * g + 1], fields[8 * g + 2], fields[8 * g + 3], fields[8 * g + 4],
-                fields[8 * g + 5], fields[8 * g + 6], fields[8 * g + 7], 0, 0
-            ))
         self.cells.resize(self.num_groups * num_rows)
-        self.stamps.resize(num_rows)
-        self.ends.resize(self.num_groups)
 
     # Operations.
 
@@ -401,193 +203,6 @@ cdef class Operations:
                     value[first_value + j] = mirror[offset + j]
                 first_value += <int32_t>length
         return end, 12 * num_kept + 4 * (singles + num_values + constant_entries)
-
-    # Arguments.
-
-    cdef bint _take_int(self, value, vector[int64_t]& target) except -1:
-        cdef int64_t number = 0
-        if not _to_int64(<PyObject*>value, &number):
-            return False
-        target.push_back(number)
-        return True
-
-    cdef bint _take_ints(self, values, vector[int64_t]& target) except -1:
-        """Add a sequence's ints; False where it is not ordinary."""
-        cdef size_t start = target.size()
-        cdef Py_ssize_t n, i
-        cdef PyObject** items
-        if _is_plain(values):
-            # Another thread of a free-threaded build waits here; elsewhere none can run in between.
-            with cython.critical_section(values):
-                n = len(values)
-                if n > LONGEST:
-                    return False
-                target.resize(start + n)
-                items = PySequence_Fast_ITEMS(values)
-                for i in range(n):
-                    if not _to_int64(items[i], &target[start + i]):
-                        return False
-            return True
-        if type(values) is range:
-            return self._take_range(values, target)
-        if not (cnp.PyArray_CheckExact(values) and cnp.PyArray_NDIM(<cnp.ndarray>values) == 1):
-            return False
-        return self._take_array(values, 0, target)
-
-    cdef bint _take_range(self, values, vector[int64_t]& target) except -1:
-        """Add the ints of a range; False where its ends are so far out that a sum with them may overflow."""
-        cdef int64_t first = 0, stop = 0, step = 0, n = 0, i
-        cdef size_t start = target.size()
-        if not (_to_far_int(values.start, &first) and _to_far_int(values.stop, &stop)):
-            return False
-        if not _to_far_int(values.step, &step):
-            return False
-        if step > 0 and stop > first:
-            n = (stop - first - 1) // step + 1
-        elif step < 0 and stop < first:
-            n = (first - stop - 1) // -step + 1
-        if n > LONGEST:
-            return False
-        target.resize(start + n)
-        for i in range(n):
-            target[start + i] = first + i * step
-        return True
-
-    cdef bint _take_array(self, cnp.ndarray array, int64_t line, vector[int64_t]& target) except -1:
-        """Add the ints of one line along an array's last axis; False where they are of another dtype."""
-        cdef int last = cnp.PyArray_NDIM(array) - 1
-        cdef int64_t n = cnp.PyArray_DIM(array, last), stride = cnp.PyArray_STRIDE(array, last), i
-        cdef size_t start = target.size()
-        cdef char* data = <char*>cnp.PyArray_DATA(array)
-        if not cnp.PyArray_ISINTEGER(array):
-            return n == 0  # whatever holds no ints is nothing
-        if n > LONGEST or not cnp.PyArray_ISBEHAVED_RO(array):
-            return False
-        if last:
-            data += line * cnp.PyArray_STRIDE(array, 0)
-        target.resize(start + n)
-        cdef int64_t* found = target.data() + start
-        cdef int size = cnp.PyArray_ITEMSIZE(array)
-        if cnp.PyArray_ISSIGNED(array):
-            if size == 8:
-                _copy(<const int64_t*>data, stride, n, found)
-            elif size == 4:
-                _copy(<const int32_t*>data, stride, n, found)
-            elif size == 2:
-                _copy(<const int16_t*>data, stride, n, found)
-            else:
-                _copy(<const int8_t*>data, stride, n, found)
-        elif size == 8:
-            _copy(<const uint64_t*>data, stride, n, found)
-            for i in range(n):
-                if found[i] < 0:  # above 2**63
-                    return False
-        elif size == 4:
-            _copy(<const uint32_t*>data, stride, n, found)
-        elif size == 2:
-            _copy(<const uint16_t*>data, stride, n, found)
-        else:
-            _copy(<const uint8_t*>data, stride, n, found)
-        return True
-
-    cdef bint _take_row(self, row) except -1:
-        self.rows.clear()
-        return self._take_int(row, self.rows) and 0 <= self.rows[0] < self.num_rows
-
-    cdef bint _take_rows(self, rows) except -1:
-        """Take distinct rows of the table."""
-        cdef size_t i
-        cdef int64_t row
-        self.rows.clear()
-        if not self._take_ints(rows, self.rows):
-            return False
-        self.stamp += 1
-        for i in range(self.rows.size()):
-            row = self.rows[i]
-            if not 0 <= row < self.num_rows or self.stamps[row] == self.stamp:
-                return False
-            self.stamps[row] = self.stamp
-        return True
-
-    cdef bint _take_counts(self, counts) except -1:
-        """Take one count for each row, or one for each row and group; none below 0."""
-        cdef int64_t g, i
-        self.counts.clear()
-        self.has_own_counts = False
-        if _is_nested(counts):
-            if len(counts) != self.num_groups:
-                return False
-            self.has_own_counts = True
-            for g in range(self.num_groups):
-                if not self._take_ints(_item(counts, g), self.counts):
-                    return False
-                if self.counts.size() != (g + 1) * self.rows.size():
-                    return False
-        elif cnp.PyArray_CheckExact(counts) and cnp.PyArray_NDIM(<cnp.ndarray>counts) == 2:
-            if cnp.PyArray_DIM(<cnp.ndarray>counts, 0) != self.num_groups:
-                return False
-            self.has_own_counts = True
-            for g in range(self.num_groups):
-                if not self._take_array(counts, g, self.counts):
-                    return False
-        elif not self._take_ints(counts, self.counts):
-            return False
-        if self.counts.size() != self.rows.size() * (self.num_groups if self.has_own_counts else 1):
-            return False
-        for i in range(<int64_t>self.counts.size()):
-            if self.counts[i] < 0:
-                return False
-        return True
-
-    cdef bint _take_own_counts(self) except -1:
-        """Take for the one row's count how many ids each group has."""
-        cdef int64_t g
-        self.counts.clear()
-        self.has_own_counts = True
-        for g in range(self.num_groups):
-            self.counts.push_back(self.ends[g] - (self.ends[g - 1] if g else 0))
-        return True
-
-    cdef bint _take_ids(self, block_ids) except -1:
-        """Take the ids of every group; `ends` says where each group's end."""
-        cdef int64_t g
-        self.ids.clear()
-        if block_ids is None or (_is_plain(block_ids) and len(block_ids) == 0):
-            self.ends.assign(self.num_groups, 0)
-            return True
-        if _is_nested(block_ids):
-            if len(block_ids) != self.num_groups:
-                return False
-            for g in range(self.num_groups):
-                line = _item(block_ids, g)
-                if line is not None and not self._take_ints(line, self.ids):
-                    return False
-                self.ends[g] = self.ids.size()
-        elif cnp.PyArray_CheckExact(block_ids) and cnp.PyArray_NDIM(block_ids) == 2:
-            if cnp.PyArray_DIM(block_ids, 0) != self.num_groups:
-                return False
-            for g in range(self.num_groups):
-                if not self._take_array(block_ids, g, self.ids):
-                    return False
-                self.ends[g] = self.ids.size()
-        else:
-            if self.num_groups != 1 or not self._take_ints(block_ids, self.ids):
-                return False
-            self.ends[0] = self.ids.size()
-        return self._are_ids_valid()
-
-    cdef bint _are_ids_valid(self) noexcept:
-        cdef int64_t g, i = 0, block_id
-        for g in range(self.num_groups):
-            while i < self.ends[g]:
-                block_id = self.ids[i]
-                if block_id == self.groups[g].null_block_id:
-                    if not self.groups[g].allow_null:
-                        return False
-                elif not 0 <= block_id < self.groups[g].id_limit:
-                    return False
-                i += 1
-        return True
 
     # Changes. Everything was checked but what the rows can hold; what may raise comes before the first store.
 
@@ -877,89 +492,3 @@ cdef bint _is_constant(const int32_t* values, int64_t n) noexcept nogil:
         if values[i] != values[0]:
             return False
     return True
-
-
-def append_equally(
-    cnp.ndarray rows not None,
-    cnp.ndarray counts not None,
-    cnp.ndarray ids not None,
-    cnp.ndarray tables not None,
-    int64_t num_rows,
-    cnp.ndarray mirror not None,
-    cnp.ndarray offsets not None,
-    cnp.ndarray lengths not None,
-    cnp.ndarray values not None,
-    int64_t size,
-):
-    """Add blocks to rows of all groups, for the tables of a drop-in, which has checked that there is room.
-
-    The new ranges are disjoint and ascending. All arrays are contiguous.
-
-    Args:
-        rows: [n] int64. Distinct rows of the table.
-        counts: [n] int64. Blocks of each row, in every group; at least 1.
-        ids: [sum(counts) * num_groups] int32. Row after row, in it group after group; any int32.
-        tables: [num_groups, 3] int64: table_start, width, blocks_per_kv_block.
-        num_rows: rows of the table.
-        mirror: [arena.size] int32, written; its entries may be any int32.
-        offsets: [journal_size] int64. A journal, written.
-        lengths: [journal_size] int64 or int32.
-        values: [n * num_groups + columns appended] int32, written: what the new ranges hold; or [0].
-        size: ranges in the journal.
-
-    Returns:
-        The journal's size; -1 with nothing changed where it has no room.
-    """
-    cdef int64_t n = cnp.PyArray_SIZE(rows), num_groups = cnp.PyArray_DIM(tables, 0), g, i, j, part
-    cdef int64_t next_range = size + n * num_groups, next_value = n * num_groups, next_count = 0
-    cdef bint has_values = cnp.PyArray_SIZE(values) > 0, are_short = cnp.PyArray_TYPE(lengths) == cnp.NPY_INT32
-    cdef int64_t* row_of = <int64_t*>cnp.PyArray_DATA(rows)
-    cdef int64_t* count_of = <int64_t*>cnp.PyArray_DATA(counts)
-    cdef int32_t* id_of = <int32_t*>cnp.PyArray_DATA(ids)
-    cdef int64_t* table = <int64_t*>cnp.PyArray_DATA(tables)
-    cdef int32_t* entries = <int32_t*>cnp.PyArray_DATA(mirror)
-    cdef int64_t* offset = <int64_t*>cnp.PyArray_DATA(offsets)
-    cdef char* length = <char*>cnp.PyArray_DATA(lengths)
-    cdef int32_t* value = <int32_t*>cnp.PyArray_DATA(values)
-    cdef int64_t row, count, cell, entry, k, first_id, range_of
-    cdef vector[Range] order  # rows ascending, with the first id of each
-    if size + 2 * n * num_groups > cnp.PyArray_SIZE(offsets):
-        return -1
-    order.reserve(n)
-    first_id = 0
-    for i in range(n):
-        order.push_back(Range(row_of[i], i, 0, False))
-    cdef vector[int64_t] first_ids
-    first_ids.reserve(n)
-    for i in range(n):
-        first_ids.push_back(first_id)
-        first_id += count_of[i]
-    sort(order.begin(), order.end(), &_is_before)
-    for g in range(num_groups):
-        k = table[3 * g + 2]
-        for i in range(n):
-            row, j = order[i].offset, order[i].length
-            count, cell = count_of[j], g * num_rows + row
-            entry = table[3 * g] + row * table[3 * g + 1] + entries[cell]
-            for range_of in range(2):
-                part = next_range if range_of else size
-                offset[part] = entry if range_of else cell
-                if are_short:
-                    (<int32_t*>length)[part] = <int32_t>(count * k if range_of else 1)
-                else:
-                    (<int64_t*>length)[part] = count * k if range_of else 1
-            size += 1
-            next_range += 1
-            first_id = first_ids[j] * num_groups + g * count
-            for j in range(first_id, first_id + count):
-                for part in range(k):
-                    entries[entry] = <int32_t>(<int64_t>id_of[j] * k + part)
-                    if has_values:
-                        value[next_value] = entries[entry]
-                        next_value += 1
-                    entry += 1
-            entries[cell] += <int32_t>(count * k)
-            if has_values:
-                value[next_count] = entries[cell]
-                next_count += 1
-    return next_range

@@ -9,7 +9,9 @@ import numpy.typing as npt
 
 from blocktable import BlockTableConfig
 from blocktable.rows import NumpyRows
-from blocktable_compiled.operations import CompiledJournal, Operations, append_equally
+from blocktable_compiled.drop_in import append_equally
+from blocktable_compiled.journal import CompiledJournal
+from blocktable_compiled.operations import Operations
 
 IntArray = npt.NDArray[Any]
 
