@@ -84,7 +84,7 @@ def test_wheel_holds_every_file_of(package: Path, in_wheel: set[str]) -> None:
     files = {
         f"{package.name}/{path.relative_to(package).as_posix()}"
         for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyx", *BUILT}
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyx", ".pxd", *BUILT}
     }
     assert files == {name for name in in_wheel if name.startswith(f"{package.name}/") and not name.endswith(BUILT)}
     assert f"{package.name}/py.typed" in files

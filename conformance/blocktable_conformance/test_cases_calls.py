@@ -43,11 +43,11 @@ def test_an_empty_request_inside_a_batch(subject: Subject) -> None:
 
 
 def test_a_token_in_the_next_block(subject: Subject) -> None:
-    """Positions 3 and 4 lie in blocks 2 and 9: the next block is looked up, not the next slot taken.
+    """Positions 3, 4 and 8 lie in blocks 2, 9 and 5: the next block is looked up, not the next slot taken.
 
     Cases: K3. Rules: R12.
     """
-    expect_slots(one_request(make(subject, B4, rows=[[2, 9]]), [3, 4]), [11, 36], "R12")
+    expect_slots(one_request(make(subject, B4, rows=[[2, 9, 5]]), [3, 4, 8]), [11, 36, 20], "R12")
 
 
 def test_warmup_changes_nothing(subject: Subject) -> None:

@@ -113,7 +113,7 @@ def test_real_state_in_block_0(subject_once: Subject) -> None:
 def test_what_stands_where_no_block_is(subject: Subject, null: int, filler: int) -> None:
     """Tails, dummies, padded rows, holes and columns that a window has left hold the filler, k columns for each block.
 
-    Rules: R4, R5, R7, R10.1, R10.2, R10.3, R10.6, R11.
+    Rules: R4, R5, R7, R9.1, R10.1, R10.2, R10.3, R10.6, R11.
     """
     group = KVCacheGroup(
         block_size=4, kernel_block_size=2, num_blocks=9, null_block_id=null, allow_null=True, sliding_window=3
@@ -122,7 +122,10 @@ def test_what_stands_where_no_block_is(subject: Subject, null: int, filler: int)
     host = pair.table.host_table(0)
     check_values(host[0], [14, 15, filler, filler, 16, 17, filler, filler], "R7", "the host's first row")
     check_values(host[3], [filler] * 8, "R5", "an empty row")
-    pair.do("null_range", 0, 0, 0, 1)
+    pair.commit()
+    pair.do("null_range", 0, 0, 0, 2)  # four columns: a range of one value
+    table = pair.step([0], [0, 1], [9]).block_tables[0]
+    check_values(table[0], [*[filler] * 4, 16, 17, filler, filler], "R9.1", "a row whose first blocks have become NULL")
     seen = pair.step([1, -1, 0], [0, 1, 2, 3], [0, 0, 9], num_reqs_padded=4, num_computed_tokens=[0, 0, 12])
     table = seen.block_tables[0]
     check_values(table[0], [6, 7, *[filler] * 6], "R10.1", "a batch row")
