@@ -76,6 +76,23 @@ def test_memory_holds_each_groups_filler_and_pad_when_it_is_made_and_after_a_res
     check_memory(store, out)
 
 
+def test_the_first_positions_of_a_dtype_are_not_captured() -> None:
+    """They load a kernel; the capture goes on, and holds the calls that follow one outside it. Rules: R21, R36."""
+    driver = NotingDriver()
+    store, stream = DeviceStore(CONFIG, driver, has_fused_step=False), driver.streams.create()
+    rows, positions, out = (driver.upload(np.zeros(shape, np.int32)) for shape in (1, (1, 2), (1, 2)))
+    capture = driver.streams.begin_capture(stream)
+    with pytest.raises(bt.BlockTableError, match="loads a kernel"):
+        store.map_positions(rows, 0, positions, out, stream=stream)
+    driver.streams.end_capture(capture)
+    store.map_positions(rows, 0, positions, out, stream=stream)
+    capture = driver.streams.begin_capture(stream)
+    store.map_positions(rows, 0, positions, out, stream=stream)
+    driver.streams.end_capture(capture)
+    assert [name for name, _ in driver.launched[-1:]] == ["map_positions"]
+    assert len(capture.work) == 1
+
+
 @pytest.mark.parametrize("num_ranges", [1, 90])
 def test_what_travels_by_value_is_never_shorter_than_its_kernel_takes(num_ranges: int) -> None:
     """A launch copies all of it: beyond a shorter block lies memory of somebody else. Rules: R9."""

@@ -36,20 +36,6 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bt
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The plans that are made from here on."""
-    made: list[Any] = []
-    right = bt.BlockTable._make_plan
-
-    def make(self: bt.BlockTable, *arguments: Any) -> Any:
-        made.append(right(self, *arguments))
-        return made[-1]
-
-    monkeypatch.setattr(bt.BlockTable, "_make_plan", make)
-    return made
-
-
-@pytest.fixture
 def torch() -> Any:
     found = pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-triton")
     read_each((found.zeros(1),))  # the first tensor of a process finds no plan

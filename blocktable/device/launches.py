@@ -55,8 +55,6 @@ class Inputs(NamedTuple):
     idx_mapping: int
     query_start_loc: int
     num_computed_tokens: int
-    seq_lens: int
-    first_tokens: int
 
 
 LaunchForm = tuple[Any, Grid, Callable[[tuple[int, ...]], tuple[int, ...]], tuple[int, ...]]
@@ -145,7 +143,7 @@ class Launches:
         self._groups_address, self._arena_address = driver.address(self._groups), driver.address(arena)
         self._blanks: dict[int, Blank] = {}
         zeros = self._blank(config.max_num_reqs).zeros
-        self.no_inputs: Inputs = Inputs(0, driver.address(self._identity), 0, *3 * (zeros,))
+        self.no_inputs: Inputs = Inputs(0, driver.address(self._identity), 0, zeros)
         self.absent: tuple[int, ...] = tuple(getattr(self.no_inputs, name) for name in STEP_INPUTS)
         self.has_step_batch: bool = "step_batch" in driver.variants
         self.num_slots: int = config.max_num_batched_tokens
@@ -184,7 +182,7 @@ class Launches:
 
     def inputs(self, addresses: dict[str, int]) -> Inputs:
         """Return addresses for what was given, and for what was not."""
-        return self.no_inputs._replace(**addresses)
+        return Inputs._make(map(addresses.get, Inputs._fields, self.no_inputs))
 
     def _blank(self, max_batch: int) -> Blank:
         """Return the memory for what a batch of up to so many requests has not, made at the first call."""
@@ -314,8 +312,8 @@ class Launches:
 
     # Exports.
 
-    def export(self, layout: Layout, inputs: Inputs, batch: Batch, out: ExportBuffers) -> list[Launch]:
-        """Return what writes a batch in a layout."""
+    def export(self, layout: Layout, addresses: dict[str, int], batch: Batch, out: ExportBuffers) -> list[Launch]:
+        """Return what writes a batch in a layout. addresses: of the inputs that are given."""
         kind, config, blank = layout.kind, self._config, self._blank(out.max_batch)
         members, counts, entries, indptr, last_page_lens, lengths, mapped, num_cut = (
             blank.unwanted if array is None else self._driver.address(array)
@@ -325,13 +323,14 @@ class Launches:
             )
         )
         num_members = len(out.groups)
+        idx_mapping = addresses.get("idx_mapping", self.no_inputs.idx_mapping)
         if kind == "token_requests":
             sizes = (batch.num_reqs, out.max_batch, config.num_rows, num_members, out.capacity)
-            arguments = (inputs.idx_mapping, inputs.query_start_loc, *sizes, indptr, entries)
+            arguments = (idx_mapping, addresses["query_start_loc"], *sizes, indptr, entries)
             return [self.launch("map_requests", arguments)]
-        given = zip(inputs[-3:], (batch.num_computed_tokens, batch.seq_lens, batch.first_tokens), strict=True)
+        tokens = ("num_computed_tokens", "seq_lens", "first_tokens")
         source = (
-            *(inputs.idx_mapping, *(blank.zeros if array is None else address for address, array in given)),
+            *(idx_mapping, *(addresses.get(name, blank.zeros) for name in tokens)),
             *(batch.num_reqs, out.max_batch, config.num_rows),
             self._driver.address(self._ring_groups if kind == "ring" else self._groups),
             *(members, num_members, self._arena_address),

@@ -352,8 +352,7 @@ class DeviceStore:
         with self.driver.current():
             native, is_capturing = self._order.enter(stream)
             addresses, staged = self._place(inputs_of(batch), native, is_capturing=is_capturing)
-            inputs = self._launches.inputs(addresses)
-            run(self._launches.export(layout, inputs, batch, out), native)
+            run(self._launches.export(layout, addresses, batch, out), native)
             self._release(staged, native)
 
     def map_positions(self, rows: Array, group: int, positions: Array, out: Array, *, stream: int | None) -> None:

@@ -117,6 +117,27 @@ def test_a_captured_call_runs_at_each_replay(subject: Subject, streams: Streams)
         check(first == block_id, "R21", f"with block {block_id} committed a replay gathered {first}.")
 
 
+def test_captured_positions_are_mapped_at_each_replay(subject: Subject, streams: Streams) -> None:
+    """Into the caller's array. The first call may be refused in a capture: it loads a kernel. Rules: R21, R36."""
+    if not subject.declares("export_parts"):
+        pytest.skip(f"{subject.label} does not declare 'export_parts'")
+    table, stream = Table(subject), streams.create()
+    rows, positions, out = (
+        subject.device_array(np.array(values), dtype)
+        for values, dtype in (([0], "int32"), ([[3, 4]], "int32"), ([[77, 77]], "int64"))
+    )
+    table.step(stream)
+    table.table.map_positions(rows, 0, positions, out=out, stream=stream)
+    with streams.capture(stream) as captured:
+        table.table.map_positions(rows, 0, positions, out=out, stream=stream)
+    for block_id in (9, 6):
+        table.table.set_row(0, ([block_id, 4], [5]))
+        table.table.commit(stream=stream)
+        streams.replay(captured)
+        got = subject.to_host(out).tolist()
+        check(got == [[4 * block_id + 3, 16]], "R36", f"with block {block_id} committed a replay made the slots {got}.")
+
+
 def test_host_arrays_are_refused_in_a_capture(subject: Subject, streams: Streams) -> None:
     """Rules: R21."""
     table = Table(subject)

@@ -158,9 +158,6 @@ cdef class Operations(Arguments):
                 if not ranges[i].has_value and ranges[i].offset >= self.num_groups * self.num_rows:
                     self._catch_up()
                     break
-        for i in range(n):
-            if not ranges[i].has_value and ranges[i].offset >= self.num_groups * self.num_rows:
-                        break
         cdef int64_t num_kept = 0, singles = 0, num_ranges = 0, num_values = 0, num_constants = 0, constant_entries = 0
         for i in range(n):
             offset, length = ranges[i].offset, ranges[i].length
