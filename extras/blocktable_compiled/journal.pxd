@@ -10,8 +10,27 @@ cdef struct Range:
     int32_t has_value
 
 
+cdef struct Cell:
+    # One row of one group that was appended to in this epoch: its count is noted, and this range ends where it ends.
+    uint64_t epoch
+    int64_t tail
+
+cdef struct Late:
+    # An entry that the mirror does not hold yet.
+    int64_t entry
+    int32_t value
+
+
 cdef class CompiledJournal:
     cdef vector[Range] ranges
+    cdef vector[Cell] cells
+    cdef int64_t num_rows
+    # Appends that the mirror is behind, of `late_per_call` entries each, in order: one column of each row and group.
+    cdef vector[Late] late
+    cdef size_t num_late, late_per_call
+    # Entries of the newest one, of these rows, that are changes without being among the ranges; their counts are.
+    cdef size_t num_unnoted
+    cdef vector[int64_t] unnoted_rows
     # Which ranges may be grown in place: those that were noted in this epoch.
     cdef uint64_t epoch
     cdef bint is_disjoint
@@ -20,3 +39,4 @@ cdef class CompiledJournal:
 
     cdef int make_room(self, size_t more) except -1
     cdef void settle(self) noexcept
+    cdef void note_late(self) noexcept

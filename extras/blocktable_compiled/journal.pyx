@@ -37,6 +37,7 @@ cdef class CompiledJournal:
     def clear(self):
         """Forget everything: it is on the device."""
         self.ranges.clear()
+        self.num_unnoted = 0
         self.epoch += 1
         self.is_disjoint = True
         self.settled = 0
@@ -50,6 +51,7 @@ cdef class CompiledJournal:
             raise ValueError("offsets and lengths must be of one shape")
         cdef int64_t* offset = <int64_t*>cnp.PyArray_DATA(first)
         cdef int64_t* length = <int64_t*>cnp.PyArray_DATA(size)
+        self.note_late()
         self.make_room(n)
         for i in range(n):
             if length[i]:
@@ -74,7 +76,17 @@ cdef class CompiledJournal:
             self.ranges.reserve(2 * (self.ranges.size() + more))  # half of it free: the next merge is far away
         return 0
 
+    cdef void note_late(self) noexcept:
+        """Put the newest late append among the ranges, where `make_room` has made room for it."""
+        cdef const Late* late = self.late.data() + self.num_late - self.num_unnoted
+        cdef size_t i, n = self.unnoted_rows.size()
+        for i in range(self.num_unnoted):
+            self.cells[(i // n) * self.num_rows + self.unnoted_rows[i % n]] = Cell(self.epoch, self.ranges.size())
+            self.ranges.push_back(Range(late[i].entry, 1, late[i].value, True))
+        self.num_unnoted = 0
+
     cdef void settle(self) noexcept:
+        self.note_late()
         cdef size_t size = self.ranges.size(), i, last = 0
         cdef bint is_ascending = True
         cdef Range* ranges = self.ranges.data()

@@ -18,7 +18,7 @@ from libc.string cimport memcpy
 from libcpp.vector cimport vector
 
 from blocktable_compiled.arguments cimport Arguments, Group
-from blocktable_compiled.journal cimport CompiledJournal, Range
+from blocktable_compiled.journal cimport Cell, CompiledJournal, Late, Range
 
 cnp.import_array()
 
@@ -44,16 +44,6 @@ cdef enum:
     LEAST_LATE = 256
     MOST_LATE = 8192
 
-cdef struct Late:
-    # An entry that the mirror does not hold yet.
-    int64_t entry
-    int32_t value
-
-cdef struct Cell:
-    # One row of one group that was appended to in this epoch: its count is noted, and this range ends where it ends.
-    uint64_t epoch
-    int64_t tail
-
 
 cdef class Operations(Arguments):
     """What a table's rows do in a steady step, over the memory that `CompiledRows` owns and this keeps alive.
@@ -72,9 +62,6 @@ cdef class Operations(Arguments):
     cdef CompiledJournal journal
     cdef object owner
     cdef int32_t* mirror
-    cdef vector[Cell] cells
-    cdef vector[Late] late
-    cdef size_t late_per_call
     cdef bint is_watched
     cdef public size_t least_late
 
@@ -83,7 +70,8 @@ cdef class Operations(Arguments):
     ):
         self.journal, self.owner, self.least_late = journal, mirror, LEAST_LATE
         self.mirror = <int32_t*>cnp.PyArray_DATA(mirror)
-        self.cells.resize(self.num_groups * num_rows)
+        journal.num_rows = num_rows
+        journal.cells.resize(self.num_groups * num_rows)
 
     # Operations.
 
@@ -153,12 +141,17 @@ cdef class Operations(Arguments):
         cdef Range* ranges = journal.ranges.data()
         cdef int32_t* mirror = self.mirror
         self._join_counts()
-        if not self.late.empty():
+        if journal.num_late:
             for i in range(n):
                 if not ranges[i].has_value and ranges[i].offset >= self.num_groups * self.num_rows:
                     self._catch_up()
                     break
         cdef int64_t num_kept = 0, singles = 0, num_ranges = 0, num_values = 0, num_constants = 0, constant_entries = 0
+        # What is noted only as late, which a catch-up has put among the ranges.
+        n = journal.ranges.size()
+        cdef int64_t unnoted = journal.num_unnoted
+        cdef const Late* late = journal.late.data() + journal.num_late - unnoted
+        ranges = journal.ranges.data()
         for i in range(n):
             offset, length = ranges[i].offset, ranges[i].length
             num_kept += length > 0
@@ -170,6 +163,8 @@ cdef class Operations(Arguments):
             else:
                 num_ranges += 1
                 num_values += length
+        singles += unnoted
+        num_kept += unnoted
         if singles + num_values + constant_entries > most:
             return -1, 0
         cdef int64_t end = CHANGES_HEADER + 2 * (singles + num_ranges) + num_values + 3 * num_constants
@@ -199,6 +194,8 @@ cdef class Operations(Arguments):
                 for j in range(length):
                     value[first_value + j] = mirror[offset + j]
                 first_value += <int32_t>length
+        for i in range(unnoted):
+            single[i], single[singles + i] = <int32_t>late[i].entry, late[i].value
         return end, 12 * num_kept + 4 * (singles + num_values + constant_entries)
 
     # Changes. Everything was checked but what the rows can hold; what may raise comes before the first store.
@@ -236,6 +233,8 @@ cdef class Operations(Arguments):
             return True
         if not self._fits(True):
             return False
+        if self._may_be_late():
+            return self._append_late()
         cdef int64_t n = self.rows.size(), g, i, entry, k, start, width
         cdef CompiledJournal journal = self.journal
         cdef const int64_t* next_id = self.ids.data()
@@ -243,8 +242,6 @@ cdef class Operations(Arguments):
         cdef const int64_t* counts
         cdef int32_t* mirror = self.mirror
         cdef int32_t* filled
-        if self._may_be_late():
-            return self._append_late()
         journal.make_room(2 * n * self.num_groups)
         for g in range(self.num_groups):
             counts = self._counts_of(g)
@@ -271,8 +268,9 @@ cdef class Operations(Arguments):
 
     cdef bint _may_be_late(self) noexcept:
         """Whether an append is the first since a commit, and adds one column to each row and group; if not, catch up."""
+        cdef CompiledJournal journal = self.journal
         cdef size_t total = self.ids.size(), g, i
-        cdef bint is_late = not self.is_watched and self.least_late <= total <= MOST_LATE and self.journal.ranges.empty()
+        cdef bint is_late = not self.is_watched and self.least_late <= total <= MOST_LATE and journal.ranges.empty()
         is_late = is_late and total == self.rows.size() * self.groups.size()
         for g in range(self.groups.size()):
             is_late = is_late and self.groups[g].k == 1
@@ -281,59 +279,67 @@ cdef class Operations(Arguments):
                 if self.counts[i] != 1:
                     is_late = False
                     break
-        if not is_late or total != self.late_per_call or self.late.size() == LATE_STEPS * total:
+        if not is_late or total != journal.late_per_call or journal.num_late == LATE_STEPS * total:
             self._catch_up()
-            self.late_per_call = total if is_late else 0
+            journal.late_per_call = total if is_late else 0
         return is_late
 
     cdef bint _append_late(self) except -1:
-        """Note one column for each row and group, in the journal and among the late ones."""
-        cdef int64_t n = self.rows.size(), g, i, row, entry, start, width, null
+        """Note one column for each row and group among the late ones, and their counts in the journal."""
+        cdef CompiledJournal journal = self.journal
+        cdef int64_t n = self.rows.size(), g, i, row, start, width, null, filler
         cdef const int64_t* next_id = self.ids.data()
         cdef const int64_t* rows = self.rows.data()
         cdef int32_t* filled
-        cdef Cell* cells
-        cdef Range* noted
         cdef Late* late
-        cdef size_t size = self.late.size()
-        cdef int64_t num_ranges
-        self.journal.make_room(2 * n * self.num_groups)
-        self.late.reserve(LATE_STEPS * self.late_per_call)
-        self.late.resize(size + self.late_per_call)
-        late = self.late.data() + size
+        journal.make_room(2 * n * self.num_groups)
+        journal.late.resize(LATE_STEPS * journal.late_per_call)
+        journal.unnoted_rows.resize(n)
+        memcpy(journal.unnoted_rows.data(), rows, 8 * n)
+        late = journal.late.data() + journal.num_late
         for g in range(self.num_groups):
-            for i in range(n):
-                self._note_count(g, rows[i])
-        num_ranges = self.journal.ranges.size()
-        self.journal.ranges.resize(num_ranges + self.late_per_call)
-        noted = self.journal.ranges.data()
-        for g in range(self.num_groups):
-            filled, cells = self.mirror + g * self.num_rows, &self.cells[g * self.num_rows]
+            self._note_counts(g * self.num_rows)
+            filled, null, filler = self.mirror + g * self.num_rows, self.groups[g].null_block_id, self.groups[g].filler
             start, width = self.groups[g].table_start, self.groups[g].width
-            null = self.groups[g].null_block_id
             for i in range(n):
                 row = rows[i]
-                entry = start + row * width + filled[row]
-                late[0] = Late(entry, <int32_t>(self.groups[g].filler if next_id[0] == null else next_id[0]))
-                noted[num_ranges] = Range(entry, 1, late.value, True)
-                cells[row].tail = num_ranges
+                late[i] = Late(start + row * width + filled[row], <int32_t>(filler if next_id[i] == null else next_id[i]))
                 filled[row] += 1
-                num_ranges += 1
-                next_id += 1
-                late += 1
+            late += n
+            next_id += n
+        journal.num_late += journal.late_per_call
+        journal.num_unnoted = journal.late_per_call
         return True
+
+    cdef void _note_counts(self, int64_t first) noexcept:
+        """Note the filled counts of the call's rows, from cell `first` on; rows that follow one another make one range."""
+        cdef CompiledJournal journal = self.journal
+        cdef const int64_t* rows = self.rows.data()
+        cdef int64_t n = self.rows.size(), i = 0, start
+        while i < n:
+            start = i
+            i += 1
+            while i < n and rows[i] == rows[i - 1] + 1:
+                i += 1
+            if not journal.ranges.empty():
+                if journal.ranges.back().offset + journal.ranges.back().length == first + rows[start]:
+                    journal.ranges.back().length += i - start
+                    continue
+            journal.ranges.push_back(Range(first + rows[start], i - start, 0, False))
 
     cdef void _catch_up(self) noexcept:
         """Write what is late into the mirror, a row's entries of all calls together."""
+        cdef CompiledJournal journal = self.journal
         cdef size_t i, place
-        cdef size_t size = self.late.size()
-        cdef const Late* late = self.late.data()
-        for i in range(min(self.late_per_call, size)):
+        cdef size_t size = journal.num_late
+        cdef const Late* late = journal.late.data()
+        journal.note_late()
+        for i in range(min(journal.late_per_call, size)):
             place = i
             while place < size:  # a range of this step would be an object
                 self.mirror[late[place].entry] = late[place].value
-                place += self.late_per_call
-        self.late.clear()
+                place += journal.late_per_call
+        journal.num_late = 0
 
     def catch_up(self, bint is_watched=False):
         """Bring the mirror up to date; is_watched: and keep it so."""
@@ -362,9 +368,9 @@ cdef class Operations(Arguments):
         cdef CompiledJournal journal = self.journal
         cdef int64_t cell = g * self.num_rows + row
         cdef Group* group = &self.groups[g]
-        if self.cells[cell].epoch == journal.epoch:
+        if journal.cells[cell].epoch == journal.epoch:
             return
-        self.cells[cell] = Cell(journal.epoch, -1)
+        journal.cells[cell] = Cell(journal.epoch, -1)
         if group.epoch == journal.epoch:
             if journal.ranges[group.counts].offset + journal.ranges[group.counts].length == cell:
                 journal.ranges[group.counts].length += 1
@@ -375,12 +381,12 @@ cdef class Operations(Arguments):
     cdef void _note_tail(self, int64_t cell, int64_t entry, int64_t columns, int32_t value) noexcept:
         """Note the columns that an append adds; value: the first one's."""
         cdef CompiledJournal journal = self.journal
-        cdef int64_t tail = self.cells[cell].tail
+        cdef int64_t tail = journal.cells[cell].tail
         if tail >= 0 and journal.ranges[tail].offset + journal.ranges[tail].length == entry:
             journal.ranges[tail].length += columns
             journal.ranges[tail].has_value = False
             return
-        self.cells[cell].tail = journal.ranges.size()
+        journal.cells[cell].tail = journal.ranges.size()
         journal.ranges.push_back(Range(entry, columns, value, columns == 1))
 
     cdef void _expand(self, int64_t g, const int64_t* ids, int64_t count, int32_t* target) noexcept:
