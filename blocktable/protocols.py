@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blocktable.config import Arena, BlockTableConfig
+from blocktable.inputs import torch_modes_off
 from blocktable.layouts import Layout
 
 CHANGES_HEADER = 5
@@ -253,17 +254,36 @@ class StepBuffers:
     slot_mappings: tuple[Array, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Step:
     """What one step made: views of a set of buffers, valid until the next call that writes the same set (R17).
 
-    Attributes:
+    Args:
         block_tables: one [num_reqs_padded, width] int32 for each group.
-        slot_mappings: one [num_tokens_padded] of the configured slot dtype for each group.
+        slot_mappings: one [>= num_tokens_padded] of the configured slot dtype for each group.
+        num_tokens_padded: slots of each group. None: all.
+
+    Attributes:
+        block_tables: as given.
+        slot_mappings: one [num_tokens_padded] for each group. Views are made when they are first asked for: each takes
+            a microsecond, and token counts change from step to step.
     """
 
-    block_tables: tuple[Array, ...]
-    slot_mappings: tuple[Array, ...]
+    __slots__ = ("_num_tokens_padded", "_slot_mappings", "block_tables")
+
+    def __init__(
+        self, block_tables: tuple[Array, ...], slot_mappings: tuple[Array, ...], num_tokens_padded: int | None = None
+    ) -> None:
+        self.block_tables: tuple[Array, ...] = block_tables
+        self._slot_mappings = slot_mappings
+        self._num_tokens_padded = num_tokens_padded
+
+    @property
+    def slot_mappings(self) -> tuple[Array, ...]:
+        if self._num_tokens_padded is not None:
+            with torch_modes_off():
+                self._slot_mappings = tuple(slots[: self._num_tokens_padded] for slots in self._slot_mappings)
+            self._num_tokens_padded = None
+        return self._slot_mappings
 
 
 @dataclass(frozen=True, eq=False)

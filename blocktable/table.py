@@ -258,11 +258,16 @@ class BlockTable(RowOperations, ExportCalls):
         reading = read_step(arrays)
         # With the types of the sizes: True equals 1, and is refused.
         sizes = num_reqs_padded, type(num_reqs_padded), num_tokens_padded, type(num_tokens_padded)
-        key = reading[0], reading[1], sizes
+        lengths = reading[1]
+        num_positions = lengths[3]
+        # For any number of tokens, which changes from step to step; but strides say nothing of an array of one entry.
+        key = reading[0], lengths[:3], num_positions and num_positions > 1, sizes
         try:
             plan = views.plans.get(key)
         except TypeError:  # sizes that are not hashable are no sizes
             plan = None
+        if plan is not None and plan.num_positions != num_positions:
+            plan = self._resize_plan(plan, num_positions, num_tokens_padded, out)
         if plan is None:
             plan = self._make_plan(arrays, reading, None, num_reqs_padded, num_tokens_padded, out)
             views.keep_plan(key, plan)
@@ -298,6 +303,29 @@ class BlockTable(RowOperations, ExportCalls):
             has_addresses=(batch.idx_mapping is None or addresses[0] is not None)
             and (batch.num_computed_tokens is None or addresses[1] is not None),
         )
+
+    def _resize_plan(
+        self,
+        plan: StepPlan,
+        num_positions: int,
+        num_tokens_padded: int | None,
+        out: StepBuffers | None,
+    ) -> StepPlan | None:
+        """Return a plan for another number of tokens, the same object; None: it must be made anew.
+
+        Args:
+            plan: a plan.
+            num_positions: entries of `positions`.
+            num_tokens_padded, out: as `_make_plan`.
+        """
+        self._checks.num_tokens(num_positions, num_tokens_padded)
+        if plan.prepared is not None and not plan.prepared.resize(num_positions):
+            return None
+        plan.num_positions = num_positions
+        num_returned = num_positions if num_tokens_padded is None else num_tokens_padded
+        slots = (self.buffers if out is None else out).slot_mappings
+        plan.step = Step(plan.step.block_tables, slots, num_returned)
+        return plan
 
     def _run(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ MAX_CACHED_VIEWS = 1024
 """Views and steps kept for each set of buffers, those used last; an engine that pads uses a few dozen."""
 MAX_PLANS = 256
 """Plans of steps kept for each set of buffers, some 2 KB each; the oldest goes. As many as most engines decode requests
-at once; a prefill of another length makes one, in some microseconds."""
+at once."""
 
 
 def batch_key(num_reqs: int, idx_mapping: Array | None, num_computed_tokens: Array | None) -> tuple[Any, Any]:
@@ -59,10 +60,9 @@ class Views:
         held_commits: the table's commits with changes at that time.
     """
 
-    plans: dict[Any, StepPlan] = field(default_factory=dict)
-    block_tables: dict[tuple[int, bool, bool], tuple[Array, ...]] = field(default_factory=dict)
-    slot_mappings: dict[int, tuple[Array, ...]] = field(default_factory=dict)
-    steps: dict[tuple[int, bool, bool, int], Step] = field(default_factory=dict)
+    plans: OrderedDict[Any, StepPlan] = field(default_factory=OrderedDict)
+    block_tables: OrderedDict[tuple[int, bool, bool], tuple[Array, ...]] = field(default_factory=OrderedDict)
+    slot_mappings: OrderedDict[int, tuple[Array, ...]] = field(default_factory=OrderedDict)
     held: Any = None
     held_commits: int = 0
 
@@ -71,7 +71,7 @@ class Views:
         if key[0] is None:
             return
         if len(self.plans) >= MAX_PLANS:
-            del self.plans[next(iter(self.plans))]
+            self.plans.popitem(last=False)  # a dict would search for its first item
         self.plans[key] = plan
 
 
@@ -172,24 +172,21 @@ class BufferViews:
 
     def step(self, buffers: StepBuffers, batch: Batch, num_tokens_padded: int) -> Step:
         """Return what a step hands out."""
-
-        def make() -> Step:
-            return Step(self.block_tables(buffers, batch), self.slot_mappings(buffers, num_tokens_padded))
-
-        return _cached(self._sets[buffers].steps, (*_view_key(batch), num_tokens_padded), make)
+        return Step(self.block_tables(buffers, batch), buffers.slot_mappings, num_tokens_padded)
 
 
 def _view_key(batch: Batch) -> tuple[int, bool, bool]:
     return batch.num_reqs_padded, batch.idx_mapping is None, batch.num_computed_tokens is not None
 
 
-def _cached(cache: dict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:
+def _cached(cache: OrderedDict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:
     """Return what is kept for a key, or make it; an engine that never pads asks for every size, so the oldest goes."""
-    found = cache.pop(key, None)
-    if found is None:
-        with torch_modes_off():
-            found = make()
-        if len(cache) >= MAX_CACHED_VIEWS:
-            del cache[next(iter(cache))]
-    cache[key] = found
+    found = cache.get(key)
+    if found is not None:
+        cache.move_to_end(key)
+        return found
+    with torch_modes_off():
+        found = cache[key] = make()
+    if len(cache) > MAX_CACHED_VIEWS:
+        cache.popitem(last=False)
     return found

@@ -97,11 +97,34 @@ def test_a_thousand_sizes_are_a_bounded_number_of_plans(table: bt.BlockTable, pl
     """Rules: R17."""
     idx_mapping, starts, positions = buffers_of(torch)
     for turn in range(1000):
-        size, padded = turn % 250 + 1, turn // 250 + 4
-        step = table.step(idx_mapping[:4], starts[:5], positions[:size], num_reqs_padded=padded)
-        assert (len(step.slot_mappings[0]), len(step.block_tables[0])) == (size, padded)
+        size, padded = turn % 250 + 2, turn % 5 + 4
+        step = table.step(
+            idx_mapping[:4], starts[:5], positions[:size], num_reqs_padded=padded, num_tokens_padded=turn // 5
+        )
+        assert (len(step.slot_mappings[0]), len(step.block_tables[0])) == (turn // 5, padded)
         assert len(table._own_views.plans) <= MAX_PLANS
     assert len(plans) == 1000 > MAX_PLANS
+
+
+def test_any_number_of_tokens_is_one_plan(table: bt.BlockTable, plans: list[Any], torch: Any) -> None:
+    """Only an array of one entry has another, as its strides say nothing. Rules: R15, R17."""
+    idx_mapping, starts, positions = buffers_of(torch)
+    table.create_buffers()
+    for size in (4, 9, 256, 4, 2, 100):
+        step = table.step(idx_mapping[:4], starts[:5], positions[:size], num_reqs_padded=6)
+        assert len(step.slot_mappings[0]) == size
+        found = table.backend.to_host(table.buffers.slot_mappings[0]).tolist()
+        assert found == [4 * (8 - i) + 3 for i in range(min(size, 4))] + [-1] * (256 - min(size, 4))
+    assert len(plans) == 1
+    with pytest.raises(bt.ArgumentError, match="positions holds 257 tokens"):
+        table.step(idx_mapping[:4], starts[:5], torch.full((257,), 3), num_reqs_padded=6)
+    wide = torch.full((9,), 3)
+    strided = wide[::4]
+    assert slots_of(table, idx_mapping[:1], starts[:2], strided[:1]) == [35]
+    for _ in range(2):
+        with pytest.raises(bt.BlockTableError, match="contiguous"):
+            table.step(idx_mapping[:1], starts[:2], strided)
+    assert slots_of(table, idx_mapping[:1], starts[:2], strided[:1]) == [35]
 
 
 def test_two_models_in_turn_find_their_plans(table: bt.BlockTable, plans: list[Any], torch: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.graph import DirectLaunches, StepGraph
-from blocktable.device.launches import Launches, LaunchForm, launch_form
+from blocktable.device.launches import Launches, LaunchForm, launch_form, resized_form
 from blocktable.device.signatures import Launch
 from blocktable.device.staging import StepMarks
 from blocktable.protocols import Batch
@@ -53,6 +53,16 @@ class PreparedStep:
     def plain_launches(self, addresses: dict[str, int]) -> list[Launch]:
         """Return the steps without their changes as plain kernels. addresses: of the inputs that are given."""
         return self.fused.plain_launches(Batch(None, None, None, *self._sizes), addresses)
+
+    def resize(self, num_positions: int) -> bool:
+        """Serve another number of tokens; False, with nothing changed, where a block holds inputs of this one."""
+        if self.staged:
+            return False
+        num_reqs, num_reqs_padded, _, _, wants_tables = self._sizes
+        self._sizes = num_reqs, num_reqs_padded, None, num_positions, wants_tables
+        self._forms = [resized_form(form, num_reqs, num_positions) for form in self._forms]
+        self.addresses = ()  # binds anew
+        return True
 
     def bind(self, addresses: Sequence[int | None]) -> None:
         """Take the addresses of a step's inputs; they are often those of the step before, whose launches serve again.
