@@ -84,6 +84,10 @@ class HostChecker:
         self._is_used = self._has_new_lives = True
         self._settle()
 
+    def has_replaced(self, group: int, ids: IntArray) -> None:
+        pool = self.holders.pools[group]
+        pool.writers[pool.index(ids)] = 0
+
     def before_committed(self, rows: HostPath) -> None:
         if self._ahead is None:
             self.holders.apply(self.holders.difference(rows), self.num_commits - 1)
