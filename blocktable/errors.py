@@ -1,5 +1,12 @@
 """Errors: each is a `BlockTableError` and also the built-in that a Python author would catch."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from blocktable.findings import Finding
+
 
 class BlockTableError(Exception):
     """Base of every error this package raises on purpose."""
@@ -35,3 +42,18 @@ class BackendUnavailableError(BlockTableError, ImportError):
 
 class UnsupportedError(BlockTableError, NotImplementedError):
     """The backend does not declare the capability that the call needs."""
+
+
+class CheckError(BlockTableError, RuntimeError):
+    """The checker has found a mistake of the engine's (R38). It can be pickled, as errors that leave a process are.
+
+    Attributes:
+        finding: the `Finding`.
+    """
+
+    def __init__(self, message: str, finding: Finding) -> None:
+        super().__init__(message, finding)
+        self.finding: Finding = finding
+
+    def __str__(self) -> str:
+        return str(self.args[0])
