@@ -12,6 +12,7 @@ from blocktable.errors import (
     BlockTableError,
     ConfigError,
     DtypeError,
+    NoFreeRowError,
     RowCapacityError,
     RowIndexError,
     UnknownBackendError,
@@ -32,6 +33,7 @@ from blocktable.protocols import (
     ExportingStore,
     IntArray,
     PartsExportingStore,
+    PuttingStore,
     SlotMapper,
     Step,
     StepBuffers,
@@ -39,6 +41,7 @@ from blocktable.protocols import (
     ranges,
 )
 from blocktable.registry import BackendInfo, get_backend, list_backends
+from blocktable.requests import Requests
 from blocktable.streams import address_of, stream_handle
 from blocktable.table import BlockTable
 
@@ -72,10 +75,13 @@ __all__ = [
     "IntArray",
     "KVCacheGroup",
     "Layout",
+    "NoFreeRowError",
     "Observation",
     "Observer",
     "OpenRecording",
     "PartsExportingStore",
+    "PuttingStore",
+    "Requests",
     "RowCapacityError",
     "RowIndexError",
     "SlotLocation",
