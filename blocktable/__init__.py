@@ -15,6 +15,7 @@ from blocktable.errors import (
     CheckError,
     ConfigError,
     DtypeError,
+    NoFreeRowError,
     RowCapacityError,
     RowIndexError,
     UnknownBackendError,
@@ -36,6 +37,7 @@ from blocktable.protocols import (
     ExportingStore,
     IntArray,
     PartsExportingStore,
+    PuttingStore,
     SlotMapper,
     Step,
     StepBuffers,
@@ -43,6 +45,7 @@ from blocktable.protocols import (
     ranges,
 )
 from blocktable.registry import BackendInfo, get_backend, list_backends
+from blocktable.requests import Requests
 from blocktable.streams import address_of, stream_handle
 from blocktable.table import BlockTable
 
@@ -81,10 +84,13 @@ __all__ = [
     "IntArray",
     "KVCacheGroup",
     "Layout",
+    "NoFreeRowError",
     "Observation",
     "Observer",
     "OpenRecording",
     "PartsExportingStore",
+    "PuttingStore",
+    "Requests",
     "RowCapacityError",
     "RowIndexError",
     "Severity",

@@ -32,6 +32,10 @@ class RowCapacityError(BlockTableError, ValueError):
     """A row cannot hold the blocks asked for; nothing was changed (R6)."""
 
 
+class NoFreeRowError(BlockTableError, IndexError):
+    """Every row of the table belongs to a request; nothing was changed (R45)."""
+
+
 class UnknownBackendError(BlockTableError, LookupError):
     """No installed distribution offers a backend of that name, or two do."""
 

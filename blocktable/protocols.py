@@ -340,7 +340,8 @@ class ExportBuffers:
 class BlockStore(Protocol):
     """The device memory of one table.
 
-    Optional: the methods of `StagingStore` and `PreparingStore`, and by capability "exports" those of `ExportingStore`.
+    Optional: the methods of `StagingStore`, `PreparingStore` and `PuttingStore`, and by capability "exports" those of
+    `ExportingStore`.
     """
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
@@ -426,6 +427,19 @@ class PreparingStore(StagingStore, Protocol):
             addresses: as `prepare_step`, of this step's arrays.
             arrays: in the order of `STEP_INPUTS`, for what has no address.
             stream: as `gather`.
+        """
+
+
+class PuttingStore(BlockStore, Protocol):
+    """A block store that fills small arrays on its device from the host, as it sends a commit."""
+
+    def put(self, values: IntArray, out: Array, *, stream: int | None) -> None:
+        """Write `values` into `out` in stream order, without a wait as R9.3 says.
+
+        Args:
+            values: [n] int32, on the host. They are copied before the call returns.
+            out: [n] int32, an array that the backend's `from_host` made.
+            stream: as `gather`. A capturing one is refused.
         """
 
 

@@ -9,13 +9,26 @@ import numpy as np
 
 from blocktable.checks import int_scalar, ints_per_row
 from blocktable.errors import ArgumentError
+from blocktable.host_path import HostPath
 from blocktable.inspection import Inspection
 from blocktable.protocols import IntArray
 from blocktable.rows import DISTINCT_ROWS
 
 
 class RowOperations(Inspection):
-    """What changes the rows of a table, on the host alone."""
+    """What changes the rows of a table, on the host alone.
+
+    Attributes:
+        num_row_changes: calls so far that may have changed a row. Who has seen a row at the same number knows it still.
+    """
+
+    num_row_changes: int = 0
+
+    @property
+    def _changing(self) -> HostPath:
+        """The rows, for a call that changes them."""
+        self.num_row_changes += 1
+        return self._rows
 
     # Rows, one at a time.
 
@@ -32,40 +45,40 @@ class RowOperations(Inspection):
 
         Rules: R4, R6, R7, R8.
         """
-        self._rows.append_row(row, block_ids)
+        self._changing.append_row(row, block_ids)
 
     def set_row(self, row: int, block_ids: Any) -> None:
         """Replace what a row holds. Nothing for a group (None, []) clears it there.
 
         Args and errors: as `append_row`. Rules: R4, R6, R7, R8.
         """
-        self._rows.set_row(row, block_ids)
+        self._changing.set_row(row, block_ids)
 
     def clear_row(self, row: int) -> None:
         """Make a row empty in every group. Rules: R4, R5."""
-        self._rows.truncate_row(row, 0)
+        self._changing.truncate_row(row, 0)
 
     def clear(self) -> None:
         """Make every row empty. Rules: R4, R5."""
-        self._rows.truncate(np.flatnonzero(self._rows.filled.any(0)), 0)
+        self._changing.truncate(np.flatnonzero(self._rows.filled.any(0)), 0)
 
     def move_row(self, src: int, dst: int) -> None:
         """Replace row dst by row src and leave src empty; onto itself changes nothing. Rules: R4, R5."""
         source, target = self._rows.one_row("src", src), self._rows.one_row("dst", dst)
         if src != dst:
-            self._rows.copy(source, target, vacate=True)
+            self._changing.copy(source, target, vacate=True)
 
     def swap_rows(self, a: int, b: int) -> None:
         """Exchange two rows; a row with itself changes nothing. Rules: R4."""
         rows = np.concatenate((self._rows.one_row("a", a), self._rows.one_row("b", b)))
         if a != b:
-            self._rows.copy(rows, rows[::-1], vacate=True)
+            self._changing.copy(rows, rows[::-1], vacate=True)
 
     def copy_row(self, src: int, dst: int) -> None:
         """Replace row dst by row src (a fork): both hold the same ids; onto itself changes nothing. Rules: R4."""
         source, target = self._rows.one_row("src", src), self._rows.one_row("dst", dst)
         if src != dst:
-            self._rows.copy(source, target, vacate=False)
+            self._changing.copy(source, target, vacate=False)
 
     def truncate_row(self, row: int, num_blocks: int | Sequence[int] | IntArray) -> None:
         """Keep the first blocks of a row (speculative rollback); asking for more than there are changes nothing.
@@ -76,7 +89,7 @@ class RowOperations(Inspection):
 
         Rules: R4.
         """
-        self._rows.truncate_row(row, num_blocks)
+        self._changing.truncate_row(row, num_blocks)
 
     def null_range(self, row: int, group: int, start: int, stop: int) -> None:
         """Make manager blocks start .. stop - 1 of a row NULL in one group (eviction); later ones stay.
@@ -88,7 +101,7 @@ class RowOperations(Inspection):
         """
         rows, index = self._rows.one_row("row", row), self._group_index(group)
         bounds = (np.array([int_scalar(name, value)]) for name, value in (("start", start), ("stop", stop)))
-        self._rows.null(rows, index, *bounds)
+        self._changing.null(rows, index, *bounds)
 
     def replace_blocks(self, row: int, group: int, start: int, block_ids: Any) -> None:
         """Exchange blocks inside a row of one group; the others stay, and so does their number.
@@ -109,7 +122,7 @@ class RowOperations(Inspection):
         """
         rows, index = self._rows.one_row("row", row), self._group_index(group)
         first = ints_per_row("start", [int_scalar("start", start)], 1)
-        self._rows.replace(rows, index, first, block_ids, None)
+        self._changing.replace(rows, index, first, block_ids, None)
 
     # Rows, many at a time.
 
@@ -128,15 +141,15 @@ class RowOperations(Inspection):
 
         Rules: R4, R6, R7, R8.
         """
-        self._rows.append_rows(rows, block_ids, counts)
+        self._changing.append_rows(rows, block_ids, counts)
 
     def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
         """Replace what many rows hold. Args and errors: as `append_rows`. Rules: R4, R6, R7, R8."""
-        self._rows.set_rows(rows, block_ids, counts)
+        self._changing.set_rows(rows, block_ids, counts)
 
     def clear_rows(self, rows: Any) -> None:
         """Make many rows empty in every group. Rules: R4, R5."""
-        self._rows.clear_rows(rows)
+        self._changing.clear_rows(rows)
 
     def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
         """Keep the first blocks of many rows.
@@ -147,7 +160,7 @@ class RowOperations(Inspection):
 
         Rules: R4.
         """
-        self._rows.truncate_rows(rows, num_blocks)
+        self._changing.truncate_rows(rows, num_blocks)
 
     def null_ranges(self, rows: Any, group: int, starts: Any, stops: Any) -> None:
         """Make manager blocks starts[i] .. stops[i] - 1 of many rows NULL in one group.
@@ -164,7 +177,7 @@ class RowOperations(Inspection):
         """
         checked, index = self._rows.check_rows("rows", rows), self._group_index(group)
         bounds = [ints_per_row(name, values, checked.size) for name, values in (("starts", starts), ("stops", stops))]
-        self._rows.null(checked, index, *(array.astype(np.int64) for array in bounds))
+        self._changing.null(checked, index, *(array.astype(np.int64) for array in bounds))
 
     def replace_block_ranges(self, rows: Any, group: int, starts: Any, block_ids: Any, counts: Any) -> None:
         """Exchange blocks inside many rows of one group; the others stay, and so does their number.
@@ -187,7 +200,7 @@ class RowOperations(Inspection):
         firsts, blocks = (
             ints_per_row(name, values, checked.size) for name, values in (("starts", starts), ("counts", counts))
         )
-        self._rows.replace(checked, index, firsts.astype(np.int64), block_ids, blocks)
+        self._changing.replace(checked, index, firsts.astype(np.int64), block_ids, blocks)
 
     def remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
         """Make block old_ids[i] block new_ids[i] in every row of one group, all at once (defragmentation, migration).
@@ -206,7 +219,7 @@ class RowOperations(Inspection):
 
         Rules: R4, R6, R7, R8.
         """
-        self._rows.remap(self._group_index(group), old_ids, new_ids)
+        self._changing.remap(self._group_index(group), old_ids, new_ids)
 
     def permute_rows(self, src: Any, dst: Any) -> None:
         """Replace each row dst[i] by what row src[i] held before the call; other sources become empty.
@@ -245,4 +258,4 @@ class RowOperations(Inspection):
         target = self._rows.check_rows("dst", dst, advice=advice)
         if source.size != target.size:
             raise ArgumentError(f"src and dst must be of one length, got {source.size} and {target.size}.")
-        self._rows.copy(source, target, vacate=vacate)
+        self._changing.copy(source, target, vacate=vacate)

@@ -11,7 +11,7 @@ import numpy as np
 from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
 from blocktable.checking import CheckMode, check_mode, make_checker
 from blocktable.config import BlockTableConfig
-from blocktable.errors import ConfigError, DtypeError
+from blocktable.errors import ConfigError, DtypeError, UnsupportedError
 from blocktable.export_calls import ExportCalls
 from blocktable.exports import ExportSets, check_groups
 from blocktable.findings import CheckKinds, Finding
@@ -546,6 +546,16 @@ class BlockTable(RowOperations, ExportCalls):
         if owner is not None:
             self._current_stream = current_stream_getter(owner)
         return self._current_stream()
+
+    def _put(self, values: IntArray, out: Array, stream: Any) -> None:
+        """Write a host array [n] int32 into one of the backend's, in stream order."""
+        put = getattr(self.store, "put", None)
+        if put is None:
+            raise UnsupportedError(
+                f"Backend {self.backend.name!r} has no put() (PuttingStore), so nothing can be kept up to date on its "
+                "device; give steps the host's array, which they send themselves."
+            )
+        put(values, out, stream=self._stream(stream, None))
 
     def _buffers(self, out: StepBuffers | None) -> StepBuffers:
         """Return the set that is meant, one of this table's."""

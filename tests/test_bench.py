@@ -558,6 +558,7 @@ def test_what_a_step_spends_otherwise_is_not_its_time(monkeypatch: pytest.Monkey
         ("single", 256, 1, "numba", 0.75),
         ("host", 256, 1, "cupy", 1.0),
         ("nothing", 256, 1, "cupy", None),
+        ("same", 256, 1, "torch", None),
     ],
 )
 def test_shares_that_are_wanted(key: str, num_reqs: int, num_groups: int, backend: str, share: float | None) -> None:

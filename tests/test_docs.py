@@ -19,7 +19,7 @@ from blocktable_vllm import settings
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")]
 SPEC = (ROOT / "docs/spec.md").read_text()
-RULES = [f"R{number}" for number in range(1, 38)]
+RULES = [f"R{number}" for number in (*range(1, 38), *range(45, 48))]
 
 
 def blocks(page: str, language: str, mark: str | None = None) -> list[str]:
@@ -184,6 +184,28 @@ def test_readme_example_prints_what_it_says() -> None:
     assert done.stdout.splitlines() == promised
 
 
+def test_the_loop_of_integrating_is_short_and_gives_each_token_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R12, R45, R47."""
+    code, slots = one_block("docs/integrating.md", "python", "loop"), []
+    original = bt.BlockTable.step
+
+    def step(table: bt.BlockTable, *args: Any) -> bt.Step:
+        made = original(table, *args)
+        slots.append(made.slot_mappings[0].tolist())
+        return made
+
+    monkeypatch.setattr(bt.BlockTable, "step", step)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    # Blocks 1 and 2 are the first request's, 3 the second's; 4 and 5 follow for positions 8 and 4.
+    assert slots[:3] == [[4, 5, 6, 7, 8, 9], [10, 12, 13, 14], [11, 15]]
+    assert slots[3:5] == [[16, 20], [21]]
+    assert sorted(names["free_blocks"]) == list(range(1, 100))
+    assert len(names["requests"]) == 0
+    assert not names["requests"].table.num_blocks_per_row.any()
+    assert len([line for line in code.splitlines() if line]) <= 28
+
+
 def test_integrating_runs_in_order() -> None:
     names: dict[str, Any] = {
         "bt": bt,
@@ -191,7 +213,7 @@ def test_integrating_runs_in_order() -> None:
         "query_start_loc": np.array([0, 1, 1], np.int32),
         "positions": np.array([17]),
     }
-    config, step, *_ = blocks("docs/integrating.md", "python")  # the others are run by test_integrating.py, with torch
+    _, config, step, *_ = blocks("docs/integrating.md", "python")  # test_integrating.py runs the others
     exec(config, names)
     names["table"].set_row(0, ([3, 4], [5]))
     exec(step, names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,25 +120,19 @@ def test_rows_in_batch_order(names: dict[str, Any], seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_that_stay(names: dict[str, Any], seed: int) -> None:
     chance = random.Random(seed)
-    sizes = (4, 4)  # the page's step gives as many blocks in every group
-    config = bt.BlockTableConfig(
-        groups=[bt.KVCacheGroup(block_size=size) for size in sizes],
-        max_num_reqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=400,
-    )
-    engine, stable = Engine(sizes, chance), names["StableBatch"](config, "numpy")
+    config = replace(CONFIG, max_model_len=400)
+    engine, stable = Engine(SIZES, chance), names["StableBatch"](config, "numpy")
     for _ in range(40):
-        for request in [request for request in stable.row if chance.random() < 0.2]:
+        for request in [request for request in stable.blocks if chance.random() < 0.2]:
             stable.finish(request)
             engine.end(request)
-        while stable.free_rows and chance.random() < 0.7:
+        while stable.requests.num_free_rows and chance.random() < 0.7:
             stable.add(*engine.begin())
-        new = {request: engine.take(request, engine.length[request] + 3) for request in stable.row}
-        batch = chance.sample(list(stable.row), chance.randint(0, len(stable.row)))
+        new = {request: engine.take(request, engine.length[request] + 3) for request in stable.blocks}
+        batch = chance.sample(list(stable.blocks), chance.randint(0, len(stable.blocks)))
         tokens, starts = plan(engine, batch)
         positions = np.array([position for _, position in tokens], np.int64)
-        step = stable.step(batch, {request: ids for request, ids in new.items() if ids[0]}, starts, positions)
+        step = stable.step(batch, {request: ids for request, ids in new.items() if any(ids)}, starts, positions)
         engine.write(tokens, step.slot_mappings)
         engine.check(batch, step.block_tables)
 

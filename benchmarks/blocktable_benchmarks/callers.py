@@ -90,11 +90,13 @@ DIVISOR_FOR_GROUPS = 3
 """Of a wanted share, in 8 groups."""
 FACTORS = {"numba": 1.5}
 """Of a wanted share, for a backend."""
+WITHOUT_SHARES = frozenset({"torch"})
+"""Backends of which no share is wanted: plain torch operations are there to run everywhere."""
 
 
 def wanted_share(spelling: Spelling, num_reqs: int, num_groups: int, backend: str = "") -> float | None:
     """Return the share of V1's time that is wanted."""
-    if spelling.share is None:
+    if spelling.share is None or backend in WITHOUT_SHARES:
         return None
     share = spelling.share + (ADDED_FOR_FEW if num_reqs <= 8 else 0)
     return share / (DIVISOR_FOR_GROUPS if num_groups > 1 else 1) * FACTORS.get(backend, 1)

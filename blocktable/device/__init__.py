@@ -7,6 +7,7 @@ from blocktable.device.backend import DeviceBackend, has_cuda_bindings
 from blocktable.device.driver import Driver, GraphKernel, HostBlock, Kernel, device_index
 from blocktable.device.emulation import DeviceArray, EmulatedDriver, EmulatedKernel, EmulatedStreams
 from blocktable.device.graph import KernelArguments
+from blocktable.device.ordering import OrderedStreams, StreamOrder, refuse_capture
 from blocktable.device.signatures import (
     EXPORT_KERNELS,
     FEATURES,
@@ -43,10 +44,13 @@ __all__ = [
     "Kernel",
     "KernelArguments",
     "KernelOptions",
+    "OrderedStreams",
     "Signature",
+    "StreamOrder",
     "address_of",
     "device_index",
     "has_cuda_bindings",
+    "refuse_capture",
     "signature_of",
     "stream_handle",
 ]

@@ -214,16 +214,20 @@ class Launches:
 
     # The four plain kernels.
 
-    def apply_memory(self, first_entry: int = 0, batch: int = 0, last_mark: int = 0) -> ApplyMemory:
+    def apply_memory(
+        self, first_entry: int = 0, batch: int = 0, last_mark: int = 0, address: int | None = None
+    ) -> ApplyMemory:
         """Return what a commit works on.
 
         Args:
             first_entry: entry of the arena that offset 0 means.
             batch: address of a set of outputs whose counts are copied for step_batch; 0: none are.
             last_mark: address of where a step's number is written then.
+            address: of other memory that is written instead of the arena. None: the arena.
         """
         copy_parts = self._copy_parts if batch else 0
-        addresses = (self._arena_address + 4 * first_entry, *self._sizes, batch, copy_parts)
+        memory = self._arena_address if address is None else address
+        addresses = (memory + 4 * first_entry, *self._sizes, batch, copy_parts)
         return ApplyMemory(addresses, last_mark, self._num_groups * copy_parts, {})
 
     def apply_changes(

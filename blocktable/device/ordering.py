@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
-from blocktable.device.driver import Driver
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
 from blocktable.errors import BlockTableError
+
+
+class OrderedStreams(Protocol):
+    """The streams of one device, as far as an order of calls needs them; a `Driver` is one."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make the device the current one for a while."""
+
+    def stream(self, handle: int | None) -> int:
+        """Return what a handle means; None: the library's current stream."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Say whether a stream is being captured, and break no capture."""
+
+    def order(self, before: int, after: int) -> None:
+        """Let one stream go on only after what is on another one now, without a wait of the host."""
+
+    def check(self, stream: int) -> None:
+        """Raise where the device has failed."""
 
 
 class StreamOrder:
@@ -15,7 +36,7 @@ class StreamOrder:
         driver: the device.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: OrderedStreams) -> None:
         self._driver = driver
         self._last: int | None = None  # of the last call outside captures
         self._handle: int | None = None  # what the last call was given,

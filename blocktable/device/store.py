@@ -13,7 +13,7 @@ from blocktable.checks import array_spec
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.fused import FusedStep, PreparedStep
-from blocktable.device.launches import Launches, run
+from blocktable.device.launches import ApplyMemory, Launches, run
 from blocktable.device.ordering import StreamOrder, refuse_capture
 from blocktable.device.signatures import INT32_MAX
 from blocktable.device.staging import (
@@ -183,9 +183,25 @@ class DeviceStore:
                 block = self._changes.acquire()
                 used = piece.pack_changes(block.host)
                 if used:
-                    self._apply(block, used, native, first_entry)
+                    self._apply(block, used, native, self._launches.apply_memory(first_entry) if first_entry else None)
                 else:
                     self._write_large(piece, first_entry, native)
+
+    def put(self, values: IntArray, out: Array, *, stream: int | None) -> None:
+        """Write a host array [n] int32 into one of the device's, as a commit of n entries that lie there (R47)."""
+        writes = Writes(self.config.arena, np.zeros(1, np.int64), np.array([values.size], np.int32), values)
+        with self.driver.current():
+            native, is_capturing = self._order.enter(stream)
+            refuse_capture(is_capturing, "Filling an array from the host")
+            memory = self._launches.apply_memory(address=self.driver.address(out))
+            block = self._changes.acquire()
+            used = writes.pack_changes(block.host)
+            if not used:  # more than a commit of one block for each row
+                block = self.driver.host_block(writes.most_packed_entries)
+                used = writes.pack_changes(block.host)
+            self._apply(block, used, native, memory)
+            if block.host.size > self._changes.entries and block.mark is not None:  # one of its own
+                self.driver.wait(block.mark)
 
     def _write_large(self, writes: Writes, first_entry: int, stream: int) -> None:
         long_ranges, rest = writes.split_long()
@@ -194,13 +210,14 @@ class DeviceStore:
             self.driver.copy_in(values, self.arena[first : first + values.size], stream)
         if rest.num_ranges:
             block = self.driver.host_block(max(rest.most_packed_entries, self._largest))
-            self._apply(block, rest.pack_changes(block.host), stream, first_entry)
+            memory = self._launches.apply_memory(first_entry) if first_entry else None
+            self._apply(block, rest.pack_changes(block.host), stream, memory)
             if block.mark is not None:
                 self.driver.wait(block.mark)
 
-    def _apply(self, block: HostBlock, used: int, stream: int, first_entry: int = 0) -> None:
-        """Launch a commit alone, and mark the block."""
-        memory = self._launches.apply_memory(first_entry) if first_entry else self._alone
+    def _apply(self, block: HostBlock, used: int, stream: int, memory: ApplyMemory | None = None) -> None:
+        """Launch a commit alone, and mark the block. memory: what it writes. None: the arena."""
+        memory = self._alone if memory is None else memory
         launch, mark = self._launches.apply_changes(block, used, memory)
         if mark is not None:
             self.driver.send(block, used, stream)

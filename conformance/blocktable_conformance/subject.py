@@ -15,7 +15,9 @@ from blocktable import Backend, BlockStore, BlockTable, BlockTableConfig, SlotMa
 
 HostArray = npt.NDArray[Any]
 
-LAUNCHING = frozenset({"write", "commit", "gather", "step", "run_step", "export", "reset_buffers", "create_buffers"})
+LAUNCHING = frozenset(
+    {"write", "commit", "gather", "step", "run_step", "export", "put", "reset_buffers", "create_buffers"}
+)
 """Calls of a block store that start work on the device."""
 
 HEADER = 5
