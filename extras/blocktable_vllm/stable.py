@@ -35,6 +35,7 @@ class StableRows:
         batch_tables: [max_num_reqs, width] int32, torch, one a group.
         slots: [num_groups, max_num_batched_tokens] int64, torch.
         is_waiting: whether a commit waits for a gather.
+        num_bytes_sent: bytes of all commits so far.
     """
 
     def __init__(self, config: BlockTableConfig, backend: str | None, device: Any) -> None:
@@ -58,6 +59,7 @@ class StableRows:
         # Addresses that an emulated device does not know are asked for anew by the store.
         self._gives_addresses = self._stream_index is not None
         self.is_waiting = False
+        self.num_bytes_sent: int = 0
         self._may_wait = self._prepares
         self._is_pair = False  # whether a gather has followed a commit
         self._is_first = False  # whether nothing has followed the last one
@@ -118,7 +120,7 @@ class StableRows:
         else:
             used = self._pack(self._lender.lend(stream), stream)
             self._lender.commit(used, stream=stream)
-        self._rows.committed()
+        self.num_bytes_sent += self._rows.committed()
         self._is_invalid = False
 
     def _pack(self, block: IntArray, stream: int | None) -> int:
@@ -173,7 +175,7 @@ class StableRows:
         self._store.run_step(used, prepared, addresses, arrays, stream=stream)
         if self.is_waiting:
             self.is_waiting = False
-            self._rows.committed()
+            self.num_bytes_sent += self._rows.committed()
 
     def gather_elsewhere(self, idx_mapping: Any, num_reqs_padded: int, num_computed_tokens: Any, out: Any) -> None:
         """Write batch tables into other tensors, whole rows.
