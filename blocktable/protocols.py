@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ MOST_SINGLES = 2
 
 STEP_INPUTS = ("idx_mapping", "num_computed_tokens", "query_start_loc", "positions")
 """The arrays of a step, in the order in which a `PreparingStore` is given them."""
+
+Part = Literal["step", "tables", "slots"]
+"""What of a step is done: all of it, the commit and the gather, or the slots alone."""
 
 Array = Any
 """An array of the backend's device, or a foreign one that it takes without a copy."""
@@ -398,7 +401,7 @@ class PreparingStore(StagingStore, Protocol):
     forms.
     """
 
-    def prepare_step(self, batch: Batch, out: StepBuffers, addresses: Sequence[int | None]) -> Any:
+    def prepare_step(self, batch: Batch, out: StepBuffers, addresses: Sequence[int | None], part: Part = "step") -> Any:
         """Return what all steps of one form have in common.
 
         It must hold neither the batch's arrays, whose memory the caller wants back, nor `out`, which it goes with.
@@ -408,6 +411,7 @@ class PreparingStore(StagingStore, Protocol):
             out: a set of outputs.
             addresses: of its arrays, in the order of `STEP_INPUTS`. None, in this and every step of the form: the array
                 is not given, is on the host, or only the store can say it.
+            part: what `run_step` shall do of a step; changes never come with "slots".
         """
 
     def run_step(

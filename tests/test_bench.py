@@ -796,7 +796,8 @@ def test_the_drop_in_stands_beside_the_table_whose_calls_it_takes() -> None:
     times = {
         "vLLM 1 V1": ("peer", 40.0, 80.0),
         "vLLM 1 V2": ("peer", 10.0, 20.0),
-        "drop-in, fast": ("drop-in", 8.0, 16.0),
+        "drop-in, fast, cupy": ("drop-in", 8.0, 16.0),
+        "drop-in, v2, cupy": ("drop-in", 2.0, 5.0),
     }
     lanes = {
         name: {"kind": kind, "steps": {workload: {"host_us": host, "waited_us": waited}}}
@@ -804,9 +805,14 @@ def test_the_drop_in_stands_beside_the_table_whose_calls_it_takes() -> None:
     }
     results = {"lanes": lanes, "machine": {}, "command": "", "date": "", "versions": {}, "errors": [], "not_run": []}
     assert best_peer(results, "steps", workload, "host_us") == 10.0
-    (table,) = [table for table in make_tables(results) if table.name == "drop_ins"]
-    assert table.header == ["", "host us", "host x vLLM 1 V1", "with a wait us", "wait x vLLM 1 V1"]
-    assert table.rows[-1] == ["drop-in, fast", "8.0", "5.0x", "16.0", "5.0x"]
+    first, second = [table for table in make_tables(results) if table.name.startswith("drop_ins")]
+    assert [first.name, second.name] == ["drop_ins", "drop_ins_v2"]
+    assert first.header == [
+        *("", "host us", "host x vLLM 1 V1", "host x the faster"),
+        *("with a wait us", "wait x vLLM 1 V1", "wait x the faster"),
+    ]
+    assert first.rows[-1] == ["drop-in, fast, cupy", "8.0", "5.0x", "5.0x", "16.0", "5.0x", "5.0x"]
+    assert second.rows[-1] == ["drop-in, v2, cupy", "2.0", "5.0x", "5.0x", "5.0", "4.0x", "4.0x"]
 
 
 def test_ratios_of_the_drop_in_are_of_its_own_run() -> None:
@@ -826,7 +832,20 @@ def test_ratios_of_the_drop_in_are_of_its_own_run() -> None:
     merged = merge([run(V1=100.0), run(V1=40.0, drop_in=8.0)])
     assert merged["lanes"]["V1"]["steps"][workload]["host_us"] == 100.0
     (table,) = [table for table in make_tables(merged) if table.name == "drop_ins"]
-    assert table.rows[1:] == [["V1", "40.0", "1.0x", "40.0", "1.0x"], ["drop_in", "8.0", "5.0x", "8.0", "5.0x"]]
+    assert table.rows[1:] == [
+        ["V1", "40.0", *["1.0x"] * 2, "40.0", *["1.0x"] * 2],
+        ["drop_in", "8.0", *["5.0x"] * 2, "8.0", *["5.0x"] * 2],
+    ]
+
+
+def test_the_drop_ins_and_the_engines_tables_do_the_same_work_once_more_with_churn() -> None:
+    records: list[dict[str, Any]] = []
+    pytest.importorskip("torch")
+    make_worker(records, kind="drop-in", mode="v2", sections=["drop_ins"]).run()
+    found = {record["key"]: record["value"] for record in records if record["section"] == "drop_ins"}
+    assert [*found][:4] == [workload.name for workload in step_workloads()[:4]]
+    assert "begin and end each step" in [*found][4]
+    assert all(value["host_us"] > 0 for value in found.values())
 
 
 def test_every_table_has_a_name_that_a_page_can_be_filled_by(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The plugin, in a vLLM that is a tree of stand-in modules: on, off, and refused."""
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -14,7 +15,8 @@ import pytest
 
 import blocktable as bt
 from blocktable_vllm import make_settings, register
-from blocktable_vllm.plugin import CLASSES, KERNELS, MODULE, install
+from blocktable_vllm.plugin import CLASSES, KERNELS, V2_CLASS, install, install_v2
+from blocktable_vllm.settings import V1_FILE, V2_FILE, KnownFile, make_v2_settings
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,31 +31,60 @@ def add_module(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> Modu
 
 
 class Tree:
-    """vLLM as far as the plugin looks at it."""
+    """vLLM as far as the plugin looks at it: modules, and files that their digest tells.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: str, **lacks: None) -> None:
+    Args:
+        version: of vLLM.
+        v1, v2: profiles that its files are known as; "unknown": they are not; None: there is no such file.
+        lacks: names that the modules do not have.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        folder: Path,
+        version: str,
+        v1: str | None = "0.25.1",
+        v2: str | None = "0.25.1",
+        lacks: tuple[str, ...] = (),
+    ) -> None:
         self.table, self.multi = type("BlockTable", (), {}), type("MultiGroupBlockTable", (), {})
+        self.v2 = type("BlockTables", (), {})
+        for known, profile in ((V1_FILE, v1), (V2_FILE, v2)):
+            if profile is None:
+                continue
+            place = folder / known.path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(f"{known.runner} {profile}")
+            if profile != "unknown":
+                monkeypatch.setitem(dict_of(known), hashlib.sha256(place.read_bytes()).hexdigest(), profile)
         names: dict[str, Any] = {"BlockTable": self.table, "MultiGroupBlockTable": self.multi, "cdiv": len}
-        kernel = KERNELS.get(version.partition("+")[0])
-        if kernel is not None:
-            names[kernel] = object()
-        self.top = add_module(monkeypatch, "vllm", __version__=version)
-        for name in ("vllm.v1", "vllm.v1.worker"):
+        if v1 in KERNELS:
+            names[KERNELS[v1]] = lambda *args: None  # a plain function, as where Triton is off
+        self.top = add_module(monkeypatch, "vllm", __version__=version, __path__=[str(folder)])
+        for name in ("vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu"):
             add_module(monkeypatch, name)
-        self.module = add_module(
-            monkeypatch, MODULE, **{name: value for name, value in names.items() if name not in lacks}
+        self.module, self.v2_module = (
+            add_module(monkeypatch, module, **{name: value for name, value in given.items() if name not in lacks})
+            for module, given in ((V1_FILE.module, names), (V2_FILE.module, {"BlockTables": self.v2}))
         )
         self.user = add_module(monkeypatch, "vllm.v1.worker.gpu_input_batch", MultiGroupBlockTable=self.multi, n=3)
+        self.runner = add_module(monkeypatch, "vllm.v1.worker.gpu.model_runner", BlockTables=self.v2)
         self.stranger = add_module(monkeypatch, "someone_else", BlockTable=self.table)
         self.before = [dict(vars(module)) for module in self.modules]
 
     @property
     def modules(self) -> list[ModuleType]:
-        return [self.top, self.module, self.user, self.stranger]
+        return [self.top, self.module, self.v2_module, self.user, self.runner, self.stranger]
 
     @property
     def is_untouched(self) -> bool:
         return [dict(vars(module)) for module in self.modules] == self.before
+
+
+def dict_of(known: KnownFile) -> dict[str, str]:
+    assert isinstance(known.profiles, dict)
+    return known.profiles
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +94,8 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
-def test_off_it_does_nothing(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    tree = Tree(monkeypatch, "0.25.1")
+def test_off_it_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str | None) -> None:
+    tree = Tree(monkeypatch, tmp_path, "0.25.1")
     if value is not None:
         monkeypatch.setenv("BLOCKTABLE_VLLM", value)
     register()
@@ -79,38 +110,41 @@ def test_off_it_imports_no_torch(tmp_path: Path) -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-@pytest.mark.parametrize("version", ["0.25.0", "0.25.2", "0.33.0rc1", "0.34.0", "1.0", "dev"])
-def test_an_unknown_version_is_left_alone_in_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+def test_files_that_are_not_known_are_left_alone_in_one_sentence_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tree = Tree(monkeypatch, version)
-    monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
-    with caplog.at_level(logging.WARNING, "blocktable"):
-        register()
-    assert tree.is_untouched
-    (record,) = caplog.records
-    assert f"vLLM {version}" in record.message
-    assert "0.25.1 and 0.33.0" in record.message
-    assert record.message.endswith("vLLM keeps its own tables.")
-
-
-@pytest.mark.parametrize("lacking", ["MultiGroupBlockTable", KERNELS["0.25.1"]])
-def test_a_module_that_is_not_the_versions_own_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacking: str
-) -> None:
-    tree = Tree(monkeypatch, "0.25.1", **{lacking: None})
+    tree = Tree(monkeypatch, tmp_path, "0.34.0", v1="unknown", v2=None)
     monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
     register()
     assert tree.is_untouched
-    assert lacking in caplog.text
+    first, second = caplog.records
+    assert "V1 runner's block tables of this vLLM 0.34.0 are not known" in first.message
+    assert "0.25.1, 0.33.0" in first.message
+    assert first.message.endswith("vLLM keeps its own tables in the V1 runner.")
+    assert "vLLM 0.34.0 has no v1/worker/gpu/block_table.py" in second.message
+    assert {record.name for record in caplog.records} == {"vllm.blocktable"}
+
+
+@pytest.mark.parametrize("lacking", ["MultiGroupBlockTable", KERNELS["0.25.1"], V2_CLASS])
+def test_a_module_that_is_not_the_files_own_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, lacking: str
+) -> None:
+    v1, v2 = (None, "0.25.1") if lacking == V2_CLASS else ("0.25.1", None)
+    tree = Tree(monkeypatch, tmp_path, "0.25.1", v1, v2, (lacking,))
+    monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
+    register()
+    assert tree.is_untouched
+    assert f"block_table has no {lacking}" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("BLOCKTABLE_VLLM", "yes"), ("BLOCKTABLE_VLLM_MODE", "quick"), ("BLOCKTABLE_VLLM_CLEAN_TAILS", "2")],
 )
-def test_an_impossible_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    tree = Tree(monkeypatch, "0.25.1")
+def test_an_impossible_variable_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str
+) -> None:
+    tree = Tree(monkeypatch, tmp_path, "0.25.1")
     monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
     monkeypatch.setenv(name, value)
     with pytest.raises(bt.ConfigError, match=name):
@@ -119,30 +153,43 @@ def test_an_impossible_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, nam
 
 
 @needs_torch
-@pytest.mark.parametrize("version", ["0.25.1", "0.33.0+cu129"])
-def test_on_every_name_of_vllms_classes_is_ours(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    tree = Tree(monkeypatch, version)
+@pytest.mark.parametrize(("version", "v1", "v2"), [("0.25.1", "0.25.1", "0.25.1"), ("0.32.0+cpu", "0.33.0", "0.32.0")])
+def test_on_every_name_of_vllms_classes_is_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, version: str, v1: str, v2: str
+) -> None:
+    tree = Tree(monkeypatch, tmp_path, version, v1, v2)
     monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
-    register()
+    with caplog.at_level(logging.INFO, "vllm"):
+        register()
     table, multi = (getattr(tree.module, name) for name in CLASSES)
     assert table is not tree.table
     assert multi is not tree.multi
     assert multi.__table_type__ is table
     assert table.__home__ is tree.module
+    assert object.__new__(table)._replaced_kernel() is None
     assert tree.user.MultiGroupBlockTable is multi
     assert tree.user.n == 3
     assert tree.stranger.BlockTable is tree.table
+    assert tree.runner.BlockTables is tree.v2_module.BlockTables
+    assert tree.runner.BlockTables is not tree.v2
+    assert [record.message.partition(":")[2] for record in caplog.records] == [
+        f" profile {v1}, mode fast.",
+        f" profile {v2}.",
+    ]
     register()  # vLLM may load its plugins again in the same process
     assert [getattr(tree.module, name) for name in CLASSES] == [table, multi]
+    assert install_v2() is None
 
 
 @needs_torch
-def test_on_the_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = Tree(monkeypatch, "0.33.0")
+def test_on_the_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tree = Tree(monkeypatch, tmp_path, "0.33.0", "0.33.0", "0.33.0")
     for name, value in (("_MODE", "strict"), ("_BACKEND", "numpy")):
         monkeypatch.setenv(f"BLOCKTABLE_VLLM{name}", value)
     install()
+    install_v2()
     assert tree.module.BlockTable.__settings__ == ("0.33.0", "strict", "numpy", False)
+    assert tree.runner.BlockTables.__backend__ == "numpy"
 
 
 def test_settings_keywords_go_before_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +202,25 @@ def test_settings_keywords_go_before_variables(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_vllm_a_profile_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(bt.UnsupportedError, match=r"name a profile, 0\.25\.1 or 0\.33\.0"):
-        make_settings()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for make, profiles in ((make_settings, r"0\.25\.1 or 0\.33\.0"), (make_v2_settings, r"0\.25\.1 or 0\.32\.0 or")):
+        with pytest.raises(bt.UnsupportedError, match=f"vLLM is not installed: name a profile, {profiles}"):
+            make()
+        with pytest.raises(bt.UnsupportedError, match=r"no profile '0\.34\.0'"):
+            make("0.34.0")
+
+
+def test_an_installed_vllm_is_known_by_its_file_whoever_distributes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Tree(monkeypatch, tmp_path / "vllm", "0.32.0", "0.33.0", "0.32.0")
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert make_settings().profile == "0.33.0"
+    assert make_v2_settings()[0] == "0.32.0"
 
 
 def test_the_entry_point_is_vllms_and_names_the_plugin() -> None:

@@ -494,7 +494,7 @@ static __device__ __forceinline__ void step(
     );
     return;
   }
-  int g = block / blocks_per_group;
+  int g = blocks_per_group ? block / blocks_per_group : num_groups;  // none maps where no slots are wanted
   if (g >= num_groups) {
     wait_for_changes(arena);  // they are read then, and the host may know
     if (threadIdx.x == 0 && last_mark[0] > 0) shown_mark[0] = last_mark[0];

@@ -80,13 +80,11 @@ class NumpyBlockStore:
     def create_buffers(self) -> NumpyBuffers:
         arena = self.config.batch_arena
         batch = arena.empty()
-        slot_dtype = np.dtype(self.config.slot_dtype)
+        slots = np.empty((arena.num_groups, self.config.max_num_batched_tokens), self.config.slot_dtype)
+        slots[:] = np.array([group.pad_slot_id for group in self.config.groups], slots.dtype)[:, None]
         return NumpyBuffers(
             block_tables=tuple(arena.view(batch, group) for group in range(arena.num_groups)),
-            slot_mappings=tuple(
-                np.full(self.config.max_num_batched_tokens, group.pad_slot_id, slot_dtype)
-                for group in self.config.groups
-            ),
+            slot_mappings=tuple(slots),
             batch=batch,
             held=arena.view(batch, -1),
         )

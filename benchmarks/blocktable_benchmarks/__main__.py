@@ -24,6 +24,7 @@ from blocktable_benchmarks.tables import make_tables
 from blocktable_benchmarks.workloads import shrink, step_workloads
 
 SECTIONS = ("callers", "steps", "slots", "bandwidth", "probes", "bulk", "exports", "launches")
+DROP_IN_SECTION = "drop-in"
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 
 
@@ -48,7 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--drop-in",
         action="store_true",
-        help="also time the vLLM drop-in, in both modes over each backend; wants torch",
+        help="also time the vLLM drop-ins, of both runners over each backend; wants torch",
     )
     add("--quick", action="store_true", help="a smoke test over tiny sizes; the one mode that runs emulated backends")
     add(
@@ -59,8 +60,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--section",
         action="append",
-        choices=SECTIONS,
-        help="only this one (may be repeated); the machine is always measured",
+        choices=(*SECTIONS, DROP_IN_SECTION),
+        help="only this one (may be repeated); the machine is always measured; drop-in: the drop-ins beside the "
+        "engine's own tables, by the same calls",
     )
     add(
         "--both-host-paths",
@@ -148,25 +150,28 @@ def make_lanes(options: argparse.Namespace) -> list[Lane]:
     for name in options.backend or []:
         if name not in installed:
             raise UsageError(f"There is no backend {name!r}; installed are {', '.join(installed)}.")
-    sections = list(options.section or SECTIONS) + (["sweep"] if options.sweep else [])
+    asked = list(options.section or SECTIONS)
+    has_drop_ins = DROP_IN_SECTION in asked
+    sections = [section for section in asked if section != DROP_IN_SECTION] + (["sweep"] if options.sweep else [])
     shared = {"is_quick": options.quick, "seconds": options.seconds, "sweep_seconds": options.sweep_seconds}
     lanes = [Lane("machine", {"kind": "machine", "sections": ["machine"], **shared})]
     backends = options.backend or installed
-    for name in backends:
+    for name in backends if sections else []:
         # Curves of host kernels beside those of a GPU say nothing, and take the longest.
         own = [section for section in sections if section != "sweep" or name != "numpy" or backends == ["numpy"]]
         lanes.append(Lane(name, {"kind": "backend", "name": name, "sections": own, **shared}))
     if not options.no_peers:
         lanes += [
-            Lane(peer.name, {"kind": "peer", "table": peer.table, "sections": sections, **shared}, peer.path)
+            Lane(peer.name, {"kind": "peer", "table": peer.table, "sections": own, **shared}, peer.path)
             for peer in find_peers(options.peers)
+            for own in [sections + ["drop_ins"] * has_drop_ins]
         ]
-    if options.drop_in:
+    if options.drop_in or has_drop_ins:
         lanes += [
             Lane(f"drop-in, {mode}, {name}", {"kind": "drop-in", "name": name, "mode": mode, "sections": own, **shared})
             for name in backends
             for mode in MODES
-            for own in [[section for section in sections if section in ("steps", "launches")]]
+            for own in [[each for each in sections if each in ("steps", "launches")] + ["drop_ins"] * has_drop_ins]
         ]
     if options.both_host_paths:
         lanes += [
@@ -182,7 +187,8 @@ def make_lanes(options: argparse.Namespace) -> list[Lane]:
 
 def _status(results: dict[str, Any], asked_for: list[str]) -> int:
     lanes = results["lanes"]
-    missing = [name for name in asked_for if "absent" in lanes.get(name, {"absent": ""})]
+    took_part = {name.rpartition(", ")[2] for name, lane in lanes.items() if "absent" not in lane}
+    missing = [name for name in asked_for if name not in took_part]  # a drop-in over it counts too
     for name in missing:
         warn(f"{name} was asked for, but is absent: {lanes.get(name, {}).get('absent', 'it was not run')}.")
     measured = any("absent" not in lane for lane in lanes.values())

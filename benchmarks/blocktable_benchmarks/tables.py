@@ -156,28 +156,39 @@ def _ratio(peer: float | None, ours: float | None) -> str:
 
 
 def _drop_ins(results: Results) -> list[Table]:
-    """The drop-in beside the engine's own table whose calls it takes, both in one run."""
+    """The drop-ins beside the engine's own tables whose calls they take, all in one run."""
     run: dict[str, Any] = results.get("drop_in_lanes") or results["lanes"]
-    lanes = {name: lane for name, lane in run.items() if lane["kind"] == "drop-in" and is_timed(lane)}
+    return [table for runner in ("V1", "V2") for table in _drop_ins_of(run, runner)]
+
+
+def _drop_ins_of(run: dict[str, Any], runner: str) -> list[Table]:
+    lanes = {
+        name: lane
+        for name, lane in run.items()
+        if lane["kind"] == "drop-in" and is_timed(lane) and name.startswith("drop-in, v2") is (runner == "V2")
+    }
     own = {
-        name: lane for name, lane in run.items() if lane["kind"] == "peer" and name.endswith("V1") and is_timed(lane)
+        name: lane for name, lane in run.items() if lane["kind"] == "peer" and name.endswith(runner) and is_timed(lane)
     }
     if not lanes or not own:
         return []
+    section = "drop_ins" if any("drop_ins" in lane for lane in lanes.values()) else "steps"
     rows = []
-    for workload in _workloads(results, "steps"):
-        rows.append([workload, *[""] * (2 * len(own) + 2)])
+    for workload in dict.fromkeys(name for lane in lanes.values() for name in lane.get(section, {})):
+        rows.append([workload, *[""] * (2 * len(own) + 4)])
         for name, lane in {**own, **lanes}.items():
-            found = lane.get("steps", {}).get(workload, {})
+            found = lane.get(section, {}).get(workload, {})
             row = [name]
             for key in ("host_us", "waited_us"):
                 time = found.get(key)
-                row.append(number(time))
-                row += [_ratio(peer.get("steps", {}).get(workload, {}).get(key), time) for peer in own.values()]
+                theirs = [peer.get(section, {}).get(workload, {}).get(key) for peer in own.values()]
+                fastest = min((value for value in theirs if value), default=None)
+                row += [number(time), *(_ratio(value, time) for value in theirs), _ratio(fastest, time)]
             rows.append(row)
-    ratios = [[f"{what} x {name}" for name in own] for what in ("host", "wait")]
+    ratios = [[*(f"{what} x {name}" for name in own), f"{what} x the faster"] for what in ("host", "wait")]
     header = ["", "host us", *ratios[0], "with a wait us", *ratios[1]]
-    return [Table("drop_ins", "The vLLM drop-in beside vLLM's own V1 tables, by the same calls", header, rows)]
+    title = f"The vLLM drop-in beside vLLM's own {runner} tables, by the same calls"
+    return [Table("drop_ins" if runner == "V1" else "drop_ins_v2", title, header, rows)]
 
 
 def _slots(results: Results) -> list[Table]:

@@ -21,7 +21,14 @@ from blocktable.host_path import host_path_description
 from blocktable_benchmarks.agreement import check_slots, check_steps
 from blocktable_benchmarks.bulk import measure_bulk
 from blocktable_benchmarks.caller_lane import CallerLane
-from blocktable_benchmarks.callers import PATIENT_SECONDS, Clock, measure_callers
+from blocktable_benchmarks.callers import (
+    PATIENT_SECONDS,
+    PEER_SPELLINGS,
+    CallerCase,
+    Clock,
+    caller_workloads,
+    measure_callers,
+)
 from blocktable_benchmarks.callers import RUNS as CALLER_RUNS
 from blocktable_benchmarks.exports import measure_exports
 from blocktable_benchmarks.gpu import Gpu, find_gpu
@@ -52,8 +59,15 @@ from blocktable_benchmarks.workloads import (
     sweep_workload,
 )
 
-SECTIONS = ("machine", "callers", "steps", "slots", "bandwidth", "sweep", "probes", "bulk", "exports", "launches")
+SECTIONS = (
+    *("machine", "callers", "steps", "drop_ins", "slots", "bandwidth", "sweep", "probes", "bulk", "exports"),
+    "launches",
+)
 """In the order they run: a profiler's traces slow down what comes after it."""
+
+DROP_IN_STEPS = 4
+"""Of `step_workloads`, the first ones."""
+(CHURN,) = [spelling for spelling in PEER_SPELLINGS if spelling.key == "churn"]
 
 STEPS = 100
 RUNS = 7
@@ -158,9 +172,9 @@ class Worker:
 
             return make_lane(self.plan["table"], self.gpu)
         if self.plan["kind"] == "drop-in":
-            from blocktable_benchmarks.peers.drop_in import DropInLane
+            from blocktable_benchmarks.peers.drop_in import make_drop_in_lane
 
-            return DropInLane(self.plan["mode"], self.plan["name"], self.gpu)
+            return make_drop_in_lane(self.plan["mode"], self.plan["name"], self.gpu)
         return TableLane(self.plan["name"], self.gpu, takes_lists=takes_lists)
 
     @property
@@ -271,6 +285,30 @@ class Worker:
             "torch_blocks": gpu.num_allocations() - before,
             "device_bytes": free - gpu.free_bytes(),
         }
+
+    def _drop_ins(self) -> None:
+        """What a drop-in is measured by, and the engine's own tables beside it: steps, and churn."""
+        if not self._is_peer:
+            return
+        for workload in step_workloads()[:DROP_IN_STEPS]:
+            self._try("drop_ins", workload.name, partial(self._measure_calls, workload))
+        workload = caller_workloads(is_quick=self.is_quick)[0]
+        clock = Clock(self.steps, 2 if self.is_quick else CALLER_RUNS, self.pace, time.monotonic() + PATIENT_SECONDS)
+        case = CallerCase(workload, self._make_lane(), CallerLane("numpy", None), clock, is_peer=True)
+        self._try("drop_ins", f"{workload.name}, 128k, {CHURN.name}", partial(case.measure, CHURN))
+        case.close()
+
+    def _measure_calls(self, workload: Workload) -> dict[str, Any]:
+        inputs = self._inputs(workload)
+        lane = self._make_lane()
+        lane.open(inputs)
+        notes = check_steps(lane, inputs, is_peer=True)
+        steps = min(self.steps, inputs.workload.max_steps, QUEUE_ENTRIES // lane.launches_per_step)
+        host_us = host_time(lane, steps, self.runs, self.pace)
+        found = {"notes": notes, "steps": steps, "host_us": host_us, "pace": round(self.pace.last, 2)}
+        found["waited_us"] = waited_time(lane, steps)
+        lane.close()
+        return found
 
     def _slots(self) -> None:
         for workload in slot_workloads():

@@ -7,10 +7,10 @@ from typing import Any
 
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.graph import DirectLaunches, StepGraph
-from blocktable.device.launches import Launches, LaunchForm, launch_form, resized_form
+from blocktable.device.launches import Launches, LaunchForm, launch_form, resized_form, run
 from blocktable.device.signatures import Launch
 from blocktable.device.staging import StepMarks
-from blocktable.protocols import Batch
+from blocktable.protocols import Batch, Part
 
 
 class PreparedStep:
@@ -18,8 +18,9 @@ class PreparedStep:
 
     Args:
         fused: the step over the set.
-        graph: what runs it.
+        graph: what runs it. None: its launches are run as they are, without changes.
         batch: the first batch of the form.
+        part: what of a step is done.
         forms: its launches after the changes.
         absent: addresses for inputs that are not given.
 
@@ -33,12 +34,18 @@ class PreparedStep:
     """
 
     __slots__ = (
-        *("_absent", "_forms", "_sizes", "addresses", "asked", "fused", "graph", "launches"),
+        *("_absent", "_forms", "_part", "_sizes", "addresses", "asked", "fused", "graph", "launches"),
         *("num_staged", "staged"),
     )
 
     def __init__(
-        self, fused: FusedStep, graph: Any, batch: Batch, forms: Sequence[LaunchForm], absent: tuple[int, ...]
+        self,
+        fused: FusedStep,
+        graph: Any,
+        batch: Batch,
+        part: Part,
+        forms: Sequence[LaunchForm],
+        absent: tuple[int, ...],
     ) -> None:
         self.fused: FusedStep = fused
         self.graph: Any = graph
@@ -48,11 +55,11 @@ class PreparedStep:
         self.num_staged: int = 0
         self.addresses: Sequence[int | None] = ()
         self.launches: Sequence[Launch] = ()
-        self._forms, self._absent = forms, absent
+        self._part, self._forms, self._absent = part, forms, absent
 
     def plain_launches(self, addresses: dict[str, int]) -> list[Launch]:
         """Return the steps without their changes as plain kernels. addresses: of the inputs that are given."""
-        return self.fused.plain_launches(Batch(None, None, None, *self._sizes), addresses)
+        return self.fused.plain_launches(Batch(None, None, None, *self._sizes), addresses, self._part)
 
     def resize(self, num_positions: int) -> bool:
         """Serve another number of tokens; False, with nothing changed, where a block holds inputs of this one."""
@@ -71,11 +78,12 @@ class PreparedStep:
             addresses: in the order of `STEP_INPUTS`.
         """
         idx_mapping, num_computed_tokens, query_start_loc, positions = addresses
+        absent = self._absent
         present: Any = (
-            self._absent[0] if idx_mapping is None else idx_mapping,
-            self._absent[1] if num_computed_tokens is None else num_computed_tokens,
-            query_start_loc,
-            positions,
+            absent[0] if idx_mapping is None else idx_mapping,
+            absent[1] if num_computed_tokens is None else num_computed_tokens,
+            absent[2] if query_start_loc is None else query_start_loc,
+            absent[3] if positions is None else positions,
         )
         self.launches = [(kernel, grid, pick(present) + rest) for kernel, grid, pick, rest in self._forms]
         self.addresses = addresses
@@ -108,25 +116,33 @@ class FusedStep:
         for wants_tables in (True, False):  # a graph takes memory, which a later step must not (R21)
             self.prepare(Batch(None, None, None, 0, 0, wants_tables=wants_tables))
 
-    def prepare(self, batch: Batch) -> PreparedStep:
-        """Return what steps over batches of these sizes have in common."""
+    def prepare(self, batch: Batch, part: Part = "step") -> PreparedStep:
+        """Return what steps over batches of these sizes have in common, or such parts of a step."""
         launches = self._launches
-        if launches.has_step_batch:
-            made = [launches.step_batch(launches.no_inputs, batch, *self._memory, self._last_mark, self._marks.address)]
+        if launches.has_step_batch and part != "slots":
+            addresses = (*self._memory, self._last_mark, self._marks.address)
+            made = [launches.step_batch(launches.no_inputs, batch, *addresses, has_slots=part == "step")]
         else:
-            made = self.plain_launches(batch, {})
+            made = self.plain_launches(batch, {}, part)
+        graph = None if part == "slots" else self._graph_of(made)
+        return PreparedStep(self, graph, batch, part, [*map(launch_form, made)], launches.absent)
+
+    def _graph_of(self, made: list[Launch]) -> Any:
+        """Return the graph of a commit and as many launches; another one made it where these are as many."""
         length = 1 + len(made)
         if length not in self._graphs:
             graph = DirectLaunches if self._driver.is_emulated else StepGraph
-            overlaps = self._driver.overlaps and launches.has_step_batch
+            overlaps = self._driver.overlaps and self._launches.has_step_batch
             self._graphs[length] = graph([self._no_changes, *made], overlaps=overlaps)
-        return PreparedStep(self, self._graphs[length], batch, [*map(launch_form, made)], launches.absent)
+        return self._graphs[length]
 
-    def plain_launches(self, batch: Batch, addresses: dict[str, int]) -> list[Launch]:
+    def plain_launches(self, batch: Batch, addresses: dict[str, int], part: Part = "step") -> list[Launch]:
         """Return the step without its changes as plain kernels. addresses: of the inputs that are given."""
         launches, (tables, slots) = self._launches, self._memory
         inputs, num_slots = launches.inputs(addresses), launches.num_slots
-        gather = launches.gather(inputs, batch, tables) if batch.wants_tables else []
+        gather = launches.gather(inputs, batch, tables) if batch.wants_tables and part != "slots" else []
+        if part == "tables":
+            return gather
         return gather + launches.map_slots(
             *(inputs, batch, slots, num_slots, num_slots), groups=launches.all_groups, is_named=False
         )
@@ -143,6 +159,9 @@ class FusedStep:
         Returns:
             The step's number, which the host sees when the device has finished it; None: it has none.
         """
+        if prepared.graph is None:
+            run(prepared.launches, stream)
+            return None
         if block is None:
             prepared.graph.run([self._no_changes, *prepared.launches], stream)
             return None

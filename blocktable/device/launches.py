@@ -301,9 +301,18 @@ class Launches:
         kernel = self.kernel("step_batch_long" if self._may_be_long else "step_batch")
         return kernel, max(min(-(-self.num_slots // kernel.tile), MAX_SLOT_BLOCKS // self._num_groups), 1)
 
-    def step_batch(self, inputs: Inputs, batch: Batch, out: int, slots: int, last_mark: int, shown_mark: int) -> Launch:
-        """Return the launch of gather and slots together. out, slots: addresses of a set's memory."""
+    def step_batch(
+        self, inputs: Inputs, batch: Batch, out: int, slots: int, last_mark: int, shown_mark: int, *, has_slots: bool
+    ) -> Launch:
+        """Return the launch of gather and slots together, or of the gather alone.
+
+        Args:
+            out, slots: addresses of a set's memory.
+            has_slots: whether slots are written.
+        """
         kernel, slot_blocks = self._step
+        if not has_slots:
+            slot_blocks = 0
         config, num_groups, num_reqs_padded = self._config, self._num_groups, batch.num_reqs_padded
         gather_blocks = 0
         if batch.wants_tables:  # of no rows too: a larger batch may have come before

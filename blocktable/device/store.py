@@ -28,7 +28,7 @@ from blocktable.device.staging import (
 )
 from blocktable.errors import BlockTableError
 from blocktable.layouts import Layout
-from blocktable.protocols import STEP_INPUTS, Array, Batch, ExportBuffers, IntArray, StepBuffers, Writes
+from blocktable.protocols import STEP_INPUTS, Array, Batch, ExportBuffers, IntArray, Part, StepBuffers, Writes
 
 LARGEST_OFFSET = INT32_MAX
 """Packed changes count entries in int32: a commit of a larger arena is cut into pieces."""
@@ -239,12 +239,14 @@ class DeviceStore:
         unknown = [None] * len(arrays)
         self.run_step(used, self.prepare_step(batch, out, unknown), unknown, arrays, stream=stream)
 
-    def prepare_step(self, batch: Batch, out: StepBuffers, addresses: Sequence[int | None]) -> PreparedStep:
+    def prepare_step(
+        self, batch: Batch, out: StepBuffers, addresses: Sequence[int | None], part: Part = "step"
+    ) -> PreparedStep:
         """Return what the steps of one form have in common; `addresses` in the order of `STEP_INPUTS`, where known."""
         assert isinstance(out, DeviceBuffers)
         assert out.fused is not None
         with self.driver.current():
-            prepared = out.fused.prepare(batch)
+            prepared = out.fused.prepare(batch, part)
         is_emulated = self.driver.is_emulated
         # Positions come first in a block: their entries have 8 bytes.
         arrays = (

@@ -9,15 +9,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blocktable_vllm.plugin import register
-from blocktable_vllm.settings import Settings, make_settings
+from blocktable_vllm.settings import Settings, make_settings, make_v2_settings
 
 if TYPE_CHECKING:
     from blocktable_vllm.dropin import DropIn
 
-__all__ = ["Settings", "drop_in", "make_settings", "register"]
+__all__ = ["Settings", "drop_in", "drop_in_v2", "make_settings", "register"]
 
 
 def drop_in(
@@ -38,3 +38,18 @@ def drop_in(
     from blocktable_vllm.dropin import make_classes  # imports torch
 
     return make_classes(make_settings(profile, mode, backend, clean_tails))
+
+
+def drop_in_v2(profile: str | None = None, backend: str | None = None) -> Any:
+    """Return the class `BlockTables`, which vLLM's V2 runner makes its tables of; the same one for the same arguments.
+
+    Args:
+        profile: "0.25.1", "0.32.0" or "0.33.0". None: that of the vLLM that is loaded or installed.
+        backend: as `drop_in`.
+
+    Raises:
+        UnsupportedError: there is no such profile, or none is named and vLLM is not there.
+    """
+    from blocktable_vllm.dropin import make_v2_class  # imports torch
+
+    return make_v2_class(*make_v2_settings(profile, backend))

@@ -42,6 +42,8 @@ def _shown(name: str, what: str) -> Any:
 
     def get(buffer: Any) -> Any:
         state, group, value = (vars(buffer)[key] for key in ("__state__", "__group__", name))
+        if not state.has_own_rows:  # nothing is tracked, and the caller pays for no view
+            return value
         own = state.host.tables[group] if name == "cpu" else state.host.rows[group]
         return state.show_rows(group, name) if value is own else value
 

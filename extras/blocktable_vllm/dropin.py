@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from blocktable_vllm import home as own_home
-from blocktable_vllm import tables, tracked
+from blocktable_vllm import tables, tracked, v2
 from blocktable_vllm.settings import Settings
 
 CLASSES: dict[tuple[str, str], tuple[Any, Any]] = {
@@ -15,6 +15,8 @@ CLASSES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("0.25.1", "fast"): (tracked.TrackedTable0251, tracked.TrackedMulti0251),
     ("0.33.0", "fast"): (tracked.TrackedTable0330, tracked.TrackedMulti0330),
 }
+
+V2_CLASSES: dict[str, Any] = {"0.25.1": v2.Tables0251, "0.32.0": v2.Tables0320, "0.33.0": v2.Tables0330}
 
 
 class DropIn(NamedTuple):
@@ -42,7 +44,8 @@ def make_classes(settings: Settings, home: Any = own_home) -> DropIn:
     table, multi = CLASSES[settings.profile, settings.mode]
     names: dict[str, Any] = {
         "__home__": home,
-        "__own_kernel__": getattr(home, table._kernel_name),
+        # A plain function, as it is where Triton is off, would be bound as a method.
+        "__own_kernel__": staticmethod(getattr(home, table._kernel_name)),
         "__settings__": settings,
         "__module__": __name__,
         "__doc__": table.__doc__,
@@ -54,3 +57,10 @@ def make_classes(settings: Settings, home: Any = own_home) -> DropIn:
         {"__table_type__": table_type, "__module__": __name__, "__doc__": multi.__doc__},
     )
     return DropIn(table_type, multi_type, settings)
+
+
+@cache
+def make_v2_class(profile: str, backend: str | None) -> Any:
+    """Return the V2 runner's class of a profile over a backend. None: the device's default."""
+    base = V2_CLASSES[profile]
+    return type("BlockTables", (base,), {"__backend__": backend, "__module__": __name__, "__doc__": base.__doc__})

@@ -98,6 +98,39 @@ def choose_backend(name: str | None, device: Any) -> Any:
     return backend
 
 
+def as_tensor(array: Array, device: Any) -> Any:
+    """Return a backend's array as a torch tensor over the same memory.
+
+    Raises:
+        ArgumentError: torch cannot see it.
+    """
+    if isinstance(array, torch.Tensor):
+        return array
+    if device.type == "cpu":
+        host = np.asarray(array)
+        tensor, is_shared = torch.from_numpy(host), np.shares_memory(host, getattr(array, "_ary", array))
+    else:
+        tensor = torch.as_tensor(array, device=device)
+        is_shared = tensor.data_ptr() == address_of(array)
+    if not is_shared:
+        raise ArgumentError(f"torch cannot see the memory of a backend's {type(array).__name__} on {device}.")
+    return tensor
+
+
+def stream_index(tensor: Any) -> int | None:
+    """Return the number of a tensor's GPU, None on the CPU."""
+    if not tensor.is_cuda:
+        return None
+    index = tensor.device.index
+    return torch.cuda.current_device() if index is None else int(index)
+
+
+def current_stream(index: int | None) -> int | None:
+    """Return the handle of torch's current stream of a GPU; None on the CPU."""
+    # The raw handle costs 0.2 us, torch.cuda.current_stream() 4 to 8.
+    return None if index is None else int(torch._C._cuda_getCurrentRawStream(index))
+
+
 class DeviceMemory:
     """An arena and a slot mapper of one backend, and torch's view of the arena.
 
@@ -130,30 +163,15 @@ class DeviceMemory:
             slots = backend.from_host(np.zeros(len(groups) * num_slots, np.int64), place)
             self._outputs = [slots[group * num_slots : (group + 1) * num_slots] for group in range(len(groups))]
             self.slots: list[Any] = [self._tensor(array) for array in self._outputs]
-        self._stream_index: int | None = None
-        if device.type != "cpu":
-            index = self.tables[0].device.index
-            self._stream_index = torch.cuda.current_device() if index is None else index
+        self._stream_index: int | None = stream_index(self.tables[0])
 
     def _tensor(self, array: Array) -> Any:
-        """Return a backend's array as a torch tensor over the same memory."""
-        if isinstance(array, torch.Tensor):
-            return array
-        if self.device.type == "cpu":
-            host = np.asarray(array)
-            tensor, is_shared = torch.from_numpy(host), np.shares_memory(host, getattr(array, "_ary", array))
-        else:
-            tensor = torch.as_tensor(array, device=self.device)
-            is_shared = tensor.data_ptr() == address_of(array)
-        if not is_shared:
-            raise ArgumentError(f"torch cannot see the memory of backend {self.backend.name!r} on {self.device}.")
-        return tensor
+        return as_tensor(array, self.device)
 
     @property
     def stream(self) -> int | None:
         """Handle of torch's current stream; None on the CPU."""
-        # The raw handle costs 0.2 us, torch.cuda.current_stream() 4 to 8.
-        return None if self._stream_index is None else int(torch._C._cuda_getCurrentRawStream(self._stream_index))
+        return current_stream(self._stream_index)
 
     def map_slots(self, num_reqs: int, query_start_loc: Any, positions: Any) -> None:
         """Write the slots of a batch over rows 0 .. num_reqs - 1, PAD to the end of every group's.

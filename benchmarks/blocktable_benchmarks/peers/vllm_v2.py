@@ -20,13 +20,13 @@ class VllmV2Lane(PeerLane):
 
     def open(self, inputs: Inputs, steps_in_flight: int = 2) -> None:
         """Make the table and fill its rows."""
-        module: Any = importlib.import_module("vllm.v1.worker.gpu.block_table")
+        table_type = self._table_type()
         workload, groups = inputs.workload, inputs.workload.num_groups
         if workload.num_reqs >= MAX_GRID_Y:
             raise Impossible(f"its grid's second dimension holds num_reqs + 1, which must be at most {MAX_GRID_Y}")
         self.take_inputs(inputs)
         self.table = construct(
-            module.BlockTables,
+            table_type,
             block_sizes=[workload.block_size] * groups,
             kernel_block_sizes=[workload.block_size] * groups,
             max_num_reqs=workload.num_rows,
@@ -40,6 +40,10 @@ class VllmV2Lane(PeerLane):
         self.reset()
         self.requests = [turn.requests if workload.num_appended else [] for turn in inputs.turns]
         self.step = self._make_step()
+
+    def _table_type(self) -> Any:
+        module: Any = importlib.import_module("vllm.v1.worker.gpu.block_table")
+        return module.BlockTables
 
     def _make_step(self) -> Callable[[int], None]:
         workload, table, requests = self.inputs.workload, self.table, self.requests

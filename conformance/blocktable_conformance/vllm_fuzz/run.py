@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from blocktable import ConfigError
-from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES
-from blocktable_conformance.vllm_fuzz.histories import FEW, MANY, Call, Geometry, draw_call, draw_geometry
+from blocktable_conformance.vllm_fuzz import histories, stable_histories
+from blocktable_conformance.vllm_fuzz.differences import differences_of
+from blocktable_conformance.vllm_fuzz.histories import FEW, MANY, Call
 from blocktable_conformance.vllm_fuzz.pair import Pair
+from blocktable_conformance.vllm_fuzz.stable_pair import StablePair
 
 MANY_CALLS = 20000
 """A run of so many calls must meet every difference that it lists: one that is never met is no known fault."""
@@ -21,7 +23,7 @@ class Plan(NamedTuple):
     """What is compared.
 
     Attributes:
-        profile, mode, backend, clean_tails: of the drop-in.
+        profile, mode, backend, clean_tails: of the drop-in; mode "v2" for the V2 runner's tables.
         calls: how many.
         calls_per_table: of one history.
         seed: of everything.
@@ -61,8 +63,14 @@ def run(plan: Plan, device: Any) -> Outcome:
     start, calls, tables = time.monotonic(), 0, 0
     failure = None
     kernels = MANY if device.type == "cpu" else FEW
+    is_v2 = plan.mode == "v2"
+    draw_call: Any = stable_histories.draw_call if is_v2 else histories.draw_call
     while calls < plan.calls and failure is None:
-        geometry = draw_geometry(chance, plan.profile, kernels)
+        geometry: Any = (
+            stable_histories.draw_geometry(chance, plan.profile)
+            if is_v2
+            else histories.draw_geometry(chance, plan.profile, kernels)
+        )
         history: list[Call] = []
         try:
             pair = _make_pair(plan, geometry, device, met)
@@ -78,7 +86,7 @@ def run(plan: Plan, device: Any) -> Outcome:
             calls += 1
         except Exception as error:  # also one of the fuzzer's own
             failure = _report(plan, geometry, history, device, error)
-    expected = [name for name in DIFFERENCES if is_expected(name, plan)]
+    expected = [name for name in differences_of(plan.mode) if is_expected(name, plan)]
     never = [name for name in expected if not met[name]]
     if failure is None and plan.calls >= MANY_CALLS and never:
         failure = f"never met in {calls} calls, so no known difference: {', '.join(never)}"
@@ -87,16 +95,20 @@ def run(plan: Plan, device: Any) -> Outcome:
 
 def is_expected(name: str, plan: Plan) -> bool:
     """Whether a difference may be met by a plan."""
-    difference = DIFFERENCES[name]
+    difference = differences_of(plan.mode).get(name)
+    if difference is None:
+        return False
     mode = "fast, clean tails" if plan.clean_tails else plan.mode
     return plan.profile in difference.profiles and (mode in difference.modes or plan.mode in difference.modes)
 
 
-def _make_pair(plan: Plan, geometry: Geometry, device: Any, met: Counter[str]) -> Pair:
+def _make_pair(plan: Plan, geometry: Any, device: Any, met: Counter[str]) -> Pair | StablePair:
+    if plan.mode == "v2":
+        return StablePair(geometry, plan.profile, plan.backend, device, met)
     return Pair(geometry, plan.profile, plan.mode, plan.backend, device, met, clean_tails=plan.clean_tails)
 
 
-def _report(plan: Plan, geometry: Geometry, history: list[Call], device: Any, error: Exception) -> str:
+def _report(plan: Plan, geometry: Any, history: list[Call], device: Any, error: Exception) -> str:
     kind = type(error)
 
     def still_fails(calls: list[Call]) -> bool:
