@@ -1,6 +1,7 @@
 """The block table of paged-KV LLM inference: one contract, several kernel backends, one conformance suite.
 
-`BlockTable` is what an engine uses, `get_backend` finds the kernels behind it, and docs/spec.md holds the rules.
+`BlockTable` is what an engine uses, and `get_backend` finds the kernels that it runs on. "Rules: R9" in a docstring
+names a rule of the contract: docs/spec.md in the sources, blocktable/spec.md in a wheel.
 """
 
 from blocktable.checking import CheckMode

@@ -176,10 +176,7 @@ class ExportCalls(Inspection):
         Calls nothing of the backend, waits for nothing and changes nothing: for a planner that wants `indptr` on the
         host. `seq_lens` may be upper bounds where only the device knows the lengths.
 
-        Args:
-            layout, idx_mapping, groups, seq_lens, first_tokens, query_start_loc, num_reqs, num_reqs_padded,
-                num_tokens_padded, num_computed_tokens: as `export`; all arrays are on the host, numpy or what DLPack
-                hands over without a copy.
+        Arguments are those of `export`; all arrays are on the host, numpy or what DLPack hands over without a copy.
 
         Returns:
             As `export`, of a batch of any size. The caller's own.

@@ -168,7 +168,8 @@ class RowOperations(Inspection):
         Args:
             rows: [n] ints. Distinct rows.
             group: the group.
-            starts, stops: [n] ints. Manager blocks.
+            starts: [n] ints. First manager block of each row that becomes NULL.
+            stops: [n] ints. The manager block after the last one.
 
         Raises:
             ArgumentError: not `0 <= start <= stop <= blocks the row holds` for a row. Nothing is changed.

@@ -70,7 +70,7 @@ class BlockTable(RowOperations, ExportCalls):
         ConfigError: a value is impossible.
         UnsupportedError: the configuration or `step_path` needs a capability the backend does not declare.
 
-    Rules: R4-R24, R38-R40.
+    Rules: R4-R24, R38-R40 of the contract, which is docs/spec.md in the sources and blocktable/spec.md in a wheel.
     """
 
     @without_torch_modes
@@ -439,19 +439,18 @@ class BlockTable(RowOperations, ExportCalls):
         """Do a whole step, export it for each group, and return what an attention backend takes.
 
         Groups of one layout and geometry are exported by one call, which counts once for all of them; lengths of this
-        rank are computed once for all groups that ranks share.
+        rank are computed once for all groups that ranks share. Arguments that are not named here are those of `step`.
 
         Args:
-            idx_mapping, query_start_loc, positions, num_reqs_padded, num_tokens_padded, num_computed_tokens, out,
-                stream: as `step`.
             seq_lens: [num_reqs] int32. Tokens of each sequence, over all ranks, this step's included. Or a list of one
                 such array for each group: a cross-attention group counts the encoder's tokens. Groups that are given
                 the same array share their exports.
             layouts: what to export: one layout or name for all groups, or one for each; None: nothing.
-            max_query_len, max_seq_len: handed on.
+            max_query_len: tokens. Handed on.
+            max_seq_len: tokens. Handed on.
 
         Raises:
-            As `step` and `export`. When an argument is refused nothing was committed.
+            BlockTableError: as `step` and `export` raise it. When an argument is refused nothing was committed.
 
         Rules: R25, R33.
         """

@@ -42,8 +42,8 @@ HEAD = f"""\
 <!-- Written by `{COMMAND}` from the backends' sources: change those and run it. -->
 
 Every backend has the same kernels, {len(STEP_KERNELS)} for steps and {len(EXPORT_KERNELS)} for exports, in the same
-order and in the same numbered steps; a test holds that. This page lays the steps side by side; kernels that some
-backends have besides, such as a fused step's, are not on it.
+order and in the same numbered steps; a test holds that. This page lays the steps side by side; kernels that only
+some backends have, such as a fused step's, are not on it.
 
 | word | what it is in every language |
 | --- | --- |

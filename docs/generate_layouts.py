@@ -90,24 +90,24 @@ memory that no token was written to is shown too:
 
 FlashInfer, FlashAttention 3 and torch's `varlen_attn` run where they are installed, and are said to be absent
 elsewhere. Of FlashInfer these are the paged prefill and decode wrappers, planned from `export_host`, and
-`append_paged_kv_cache`, fed by `token_requests`; its page table is read, and appended through, in plain Python
-besides, by its published definition. The recipes of [exports.md](exports.md) run there too, and it is shown that no
-call of a step makes the host wait.
+`append_paged_kv_cache`, fed by `token_requests`; its page table is also read and appended through in plain Python,
+by its published definition. The recipes of [exports.md](exports.md) run there too, and it is shown that no call of a
+step makes the host wait.
 
 On an H200 the kernels of this table passed over the Triton, CuPy and Numba backends, in float16, bfloat16 and
 float32; FlexAttention in a run of its own. So did FlashAttention 3 as vLLM 0.25.1 builds it, in the first two dtypes:
 with NaN in the NULL block all of its tokens were finite. FlashInfer 0.5.3 passed in float16 and bfloat16, and no call
 of a step waited; with NaN in the NULL block all tokens of its prefill were finite, and 19 of 1,548 of its decode's were
-not: it wants the NULL block finite. `varlen_attn` of torch 2.11 takes no block table.
+not: it needs a NULL block of finite values. `varlen_attn` of torch 2.11 takes no block table.
 """
 
 VLLM = """\
 ## Widths in vLLM
 
-vLLM rounds every table up for kernels that read 128 tokens at once (`vllm_table` above). Version 0.33 rounds columns to
-a multiple of `128 // gcd(128, block size)`, which is `plan_width`'s rule. Version 0.25.1 rounds *allocation* blocks to
-a multiple of `128 // block size`, before they are split into kernel blocks. Both agree where the allocation block is a
-power of two. Elsewhere 0.25.1 misses. With kernel blocks of 16 tokens a width must be a multiple of 8 columns:
+vLLM rounds every table up for kernels that read 128 tokens together (`vllm_table` above). Version 0.33 rounds columns
+to a multiple of `128 // gcd(128, block size)`, which is `plan_width`'s rule. Version 0.25.1 rounds *allocation* blocks
+to a multiple of `128 // block size`, before they are split into kernel blocks. Both agree where the allocation block is
+a power of two. Elsewhere 0.25.1 misses. With kernel blocks of 16 tokens a width must be a multiple of 8 columns:
 
 """
 

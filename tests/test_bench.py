@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import runpy
 import shlex
 import shutil
 import time
@@ -591,6 +592,7 @@ def caller_run(**lanes: float) -> dict[str, Any]:
 def test_shares_are_those_of_the_v1_table_that_is_named() -> None:
     run = caller_run(cupy=13.0, numba=13.0, numpy=500.0, v33x0_V1=90.0, v25x1_V1=40.0, v25x1_V2=10.0)
     first, host, *others = [table for table in make_tables(run) if table.name.startswith("caller")]
+    assert [table.title for table in make_tables(run) if table.name == "headline"]
     assert first.title == "256 requests, 1 group: host us of a step (share of vLLM 0.25.1 V1's)"
     assert first.header == ["", "wanted share", "cupy", "numba (1.5 x wanted)", "numpy", "vLLM 0.25.1 V1"]
     rows = {row[0]: row[1:] for row in first.rows}
@@ -612,7 +614,8 @@ def test_shares_are_those_of_the_v1_table_that_is_named() -> None:
 
 def test_the_page_says_which_shares_are_kept_and_which_one_is_missed_most() -> None:
     run = caller_run(cupy=15.0, numba=1.0, v25x1_V1=40.0)
-    text, method = [table.text for table in make_tables(run) if table.text]
+    source, text, method = [table.text for table in make_tables(run) if table.text]
+    assert source.startswith("From `")
     assert method.startswith("### Every size of batch\n")
     assert text.startswith("## What a user gets\n\nHost time of a step")
     assert re.search(
@@ -669,39 +672,48 @@ def test_vllms_tables_do_the_same_works_by_their_own_calls(version: str, tmp_pat
 # The page.
 
 
+PAGES = ("docs/performance.md", "benchmarks/results/README.md")
+
+
 def page_command() -> list[str]:
-    """Return the arguments of the command that the page names for its tables, without the page."""
-    (command,) = re.findall(
-        r"^blocktable (bench --from .*?--fill docs/performance\.md)$", PAGE, re.MULTILINE | re.DOTALL
-    )
-    return shlex.split(command.replace("\\\n", ""))[1:-1]
+    """Return the arguments of the command that the page names for its tables, without the pages."""
+    page = (ROOT / PAGES[0]).read_text()
+    (command,) = re.findall(rf"^blocktable (bench --from [^`]*?--fill) {' '.join(PAGES)}$", page, re.MULTILINE)
+    return shlex.split(command.replace("\\\n", ""))[1:]
 
 
-PAGE = (ROOT / "docs/performance.md").read_text()
-
-
-def fill(page: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def fill(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run the command over copies of the pages, and return what they then are."""
     monkeypatch.chdir(ROOT)
-    shutil.copy(ROOT / "docs/performance.md", page)
-    main([*words, str(page)])
-    return page.read_text()
+    copies = [folder / f"{number}.md" for number in range(len(PAGES))]
+    for page, copy in zip(PAGES, copies, strict=True):
+        shutil.copy(ROOT / page, copy)
+    main([*words, *map(str, copies)])
+    return [copy.read_text() for copy in copies]
 
 
-def test_the_page_shows_what_its_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fill(tmp_path / "page.md", page_command(), monkeypatch) == PAGE
+def test_the_pages_show_what_their_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fill(tmp_path, page_command(), monkeypatch) == [(ROOT / page).read_text() for page in PAGES]
 
 
-def test_the_page_leads_with_callers_once_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "callers.json"
-    run.write_text(json.dumps(caller_run(cupy=10.0, v25x1_V1=40.0)))
-    command = page_command()
-    command.insert(-1, str(run))
-    filled = fill(tmp_path / "page.md", command, monkeypatch)
-    headings = re.findall(r"^##? (.*)$", filled, re.MULTILINE)
-    assert headings[:2] == ["Performance", "What a user gets"]
-    assert filled.count("What a user gets") == 1
-    assert [line for line in filled.splitlines() if "**32 requests, 8 groups: host us" in line]
-    assert fill(tmp_path / "again.md", page_command(), monkeypatch) == PAGE
+def test_the_page_leads_with_one_table_one_plot_and_the_command() -> None:
+    first_screen = (ROOT / PAGES[0]).read_text().partition("\n## ")[0]
+    assert len(first_screen.splitlines()) < 35
+    assert (
+        first_screen.count("<!-- bench: headline -->") == first_screen.count("![") == first_screen.count("```sh") == 1
+    )
+
+
+def test_no_page_says_that_a_lane_had_no_time() -> None:
+    assert not [page for page in PAGES if re.search(r"time was over|budget was", (ROOT / page).read_text())]
+
+
+def test_the_plot_is_drawn_from_the_run_that_it_names() -> None:
+    script = runpy.run_path(str(ROOT / "docs/draw_step_times.py"))
+    picture = script["PICTURE"].read_text()
+    assert picture == script["draw"](json.loads(script["RUN"].read_text())), f"stale: run {script['COMMAND']}"
+    (row,) = re.findall(r"^\| 8 groups: `append_row` .*$", (ROOT / PAGES[0]).read_text(), re.MULTILINE)
+    assert not [figure for figure in re.findall(r"[\d,]+\.\d", row) if f">{figure}<" not in picture]
 
 
 # Peers.

@@ -24,7 +24,8 @@ import pytest
 
 import blocktable as bt
 
-PAGE = Path(__file__).parents[1] / "docs/integrating.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/integrating.md"
 BLOCK_SIZE = 4
 CONFIG = bt.BlockTableConfig(
     groups=[bt.KVCacheGroup(block_size=BLOCK_SIZE)], max_num_reqs=12, max_num_batched_tokens=48, max_model_len=64
@@ -301,6 +302,18 @@ def test_sleep_and_wake(engine: Engine) -> None:
     assert runner.slot_mappings[0].unique().tolist() == [-1]
     engine.check([])
     engine.decode([7, 0, 3])
+
+
+def test_the_gpu_example_of_the_readme_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it stands on a GPU; elsewhere over tensors of the CPU, in Triton's interpreter."""
+    if not ON_GPU and os.environ.get(EMULATED["triton"]) != "1":
+        pytest.skip(f"wants a GPU or {EMULATED['triton']}=1")
+    pytest.importorskip("triton", reason="triton is not installed: tox -e conformance-triton")
+    (source,) = re.findall(r"<!-- gpu -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(source if ON_GPU else source.replace('device="cuda"', 'device="cpu"'), {})
+    promised = re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)
+    assert len(promised) == 2
+    assert capsys.readouterr().out.splitlines() == promised
 
 
 @pytest.mark.skipif(ON_GPU, reason="a stand-in's own test")

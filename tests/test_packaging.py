@@ -3,6 +3,8 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import re
+import runpy
 import shutil
 import tomllib
 from pathlib import Path
@@ -12,11 +14,48 @@ import pytest
 import blocktable as bt
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_one_version() -> None:
     assert PROJECT["version"] == bt.__version__ == importlib.metadata.version("blocktable")
+
+
+def test_the_changelog_begins_with_that_version() -> None:
+    first, *_ = re.findall(r"^## \[(.*?)\]", CHANGELOG, re.MULTILINE)
+    assert first == PROJECT["version"]
+
+
+def test_the_citation_has_that_version() -> None:
+    assert f"version: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize(
+    ("tag", "heading", "said"),
+    [
+        ("v1.2.0", "[1.2.0] - 2027-01-31", None),
+        ("1.2.0", "[1.2.0] - 2027-01-31", "The tag is 1.2.0, but pyproject.toml has version 1.2.0; tag v1.2.0"),
+        ("v1.3.0", "[1.2.0] - 2027-01-31", "The tag is v1.3.0, but pyproject.toml has version 1.2.0"),
+        (
+            "v1.2.0",
+            "[1.2.0] - not released yet",
+            "the date of the release, but has `## [1.2.0] - not released yet`",
+        ),
+        ("v1.2.0", "[1.1.0] - 2026-01-31", "must begin with `## [1.2.0] - `"),
+    ],
+)
+def test_a_release_that_does_not_match_is_refused(tag: str, heading: str, said: str | None) -> None:
+    problem = runpy.run_path(str(ROOT / ".github/check_release.py"))["problem"]
+    found = problem(tag, "1.2.0", f"# Changelog\n\n## {heading}\n\n### Added\n")
+    assert found == said if said is None else said in found
+
+
+def test_wheels_are_built_for_every_python_that_is_supported() -> None:
+    minors = re.findall(r"Python :: 3\.(\d+)", "\n".join(PROJECT["classifiers"]))
+    built = PYPROJECT["tool"]["cibuildwheel"]["build"]
+    assert [name for name in built if not name.endswith("t-*")] == [f"cp3{minor}-*" for minor in minors]
 
 
 def test_all_asks_for_every_extra_but_the_other_cupy() -> None:

@@ -16,7 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = [ROOT / package for package in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
+WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+PACKAGES = [ROOT / package for package in WHEEL["packages"]]
+FORCED: dict[str, str] = WHEEL["force-include"]
 
 COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++", "cl")), None)
 MODULES = [*ROOT.glob("extras/blocktable_compiled/*.pyx")]
@@ -86,6 +88,9 @@ def test_wheel_holds_every_file_of(package: Path, in_wheel: set[str]) -> None:
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyx", ".pxd", *BUILT}
     }
+    files |= {
+        name for source, name in FORCED.items() if name.startswith(f"{package.name}/") and (ROOT / source).exists()
+    }
     assert files == {name for name in in_wheel if name.startswith(f"{package.name}/") and not name.endswith(BUILT)}
     assert f"{package.name}/py.typed" in files
 
@@ -104,12 +109,22 @@ def test_metadata(wheel: Path) -> None:
     assert hard == ["numpy>=2.0"]
 
 
-def test_sdist_holds_what_the_tests_need(dist: Path) -> None:
+def test_the_contract_travels_with_the_package(wheel: Path) -> None:
+    """Docstrings cite its rules, and `help(blocktable.BlockTable)` says where it lies."""
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read("blocktable/spec.md") == (ROOT / "docs/spec.md").read_bytes()
+
+
+def test_sdist_holds_the_whole_project(dist: Path) -> None:
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "tox.ini", ".ci/run", "LICENSE", "docs/spec.md", "tests/test_wheel.py"} <= names
     assert {"hatch_build.py", *(path.relative_to(ROOT).as_posix() for path in MODULES)} <= names
+    if (ROOT / ".git").exists():  # not where the tests themselves came in an sdist
+        done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+        there = {name for name in done.stdout.splitlines() if (ROOT / name).exists()}
+        assert names - {"PKG-INFO"} == there
     assert not [name for name in names if name.endswith((".cpp", *BUILT))]
 
 

@@ -87,7 +87,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         dest="sources",
         help="measure nothing: show the results of that JSON file; what it lacks, of the next ones",
     )
-    add("--fill", type=Path, metavar="PAGE", help="put the tables between the markers of that Markdown page")
+    add(
+        *("--fill",),
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PAGE",
+        help="put the tables between the markers of these Markdown pages",
+    )
     add(
         "--profile-host",
         action="store_true",
@@ -112,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = make_tables(results)
     for table in tables:
         print(as_text(table), end="\n\n")
-    if options.fill:
-        fill_page(options.fill, tables)
+    for page in options.fill:
+        fill_page(page, tables)
     if options.report:
         write_report(results, options.report)
     return _status(results, options.backend or [])

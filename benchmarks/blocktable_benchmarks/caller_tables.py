@@ -29,6 +29,10 @@ HOST_LANE = "numpy"
 STEADY_ON_HOST = 150.0
 """Microseconds, at most, of a steady step of 256 requests in 8 groups on the host."""
 
+HEADLINE = ("single", "lists", "nothing", "churn")
+HEADLINE_REQUESTS, HEADLINE_GROUPS = 256, (1, 8)
+"""Of a page's first table: spellings, requests, and numbers of groups."""
+
 LEAD = """\
 Host time of a step in each way that an engine may call it, in microseconds until the calls have returned. There are
 256 requests, each holds 250 blocks, and 16 of them get a block in each step. How it is measured, and smaller batches,
@@ -86,12 +90,12 @@ COSTS: list[tuple[str, Callable[[Figures, int], float | None], dict[int, float]]
 
 
 def caller_tables(results: Results) -> list[Table]:
-    """Return the headline and the host's by the name "callers", and all others as "caller_cases"."""
+    """Return the headline, the largest batch and the host's by the name "callers", and all others as "caller_cases"."""
     run = CallerRun(results.get("caller_run") or results)
-    headline, *others = [run.case(size) for size in SIZES]
-    first = Table("callers", headline.title, headline.header, headline.rows, run.introduction())
+    largest, *others = [run.case(size) for size in SIZES]
+    first = Table("callers", largest.title, largest.header, largest.rows, run.introduction())
     second = replace(others[0], text=METHOD)
-    tables = [first, run.host(), second, *others[1:], run.costs(), run.peers()]
+    tables = [run.headline(), first, run.host(), second, *others[1:], run.costs(), run.peers()]
     return [table for table in tables if table.rows]
 
 
@@ -110,14 +114,33 @@ class CallerRun:
         names = [name for name in self.engines if name.endswith("V1")]
         self.reference = REFERENCE if REFERENCE in names else next(iter(names), None)
 
-    def introduction(self) -> str:
-        """Return what a page says before the headline, in Markdown."""
+    def headline(self) -> Table:
+        """Return a few spellings of the largest batches, over the GPU backends and beside every engine's table."""
+        ours = {name: lane for name, lane in self.ours.items() if name != HOST_LANE and is_timed(lane)}
+        rows = [
+            [
+                f"{case_name(*size).partition(', ')[2]}: {spelling.name}",
+                *(number(_time(lane, size, spelling.key)) for lane in ours.values()),
+                *(number(_time(lane, size, spelling.beside)) for lane in self.engines.values()),
+            ]
+            for num_groups in (HEADLINE_GROUPS if ours and self.engines else ())
+            for size in [(HEADLINE_REQUESTS, num_groups)]
+            for spelling in SPELLINGS
+            if spelling.key in HEADLINE
+        ]
+        title = f"Host us of a step of {HEADLINE_REQUESTS} requests, until its calls have returned"
+        return Table("headline", title, ["", *ours, *self.engines], rows, self._source())
+
+    def _source(self) -> str:
+        """Say which run the figures are of, in Markdown."""
         machine = self.run["machine"]
+        return f"From `{self.run['command']}`, {self.run['date']}, {machine.get('gpu', machine.get('processor'))}."
+
+    def introduction(self) -> str:
+        """Return what a page says before the largest batch, in Markdown."""
         parts = ["## What a user gets", LEAD]
         parts += [SHARES.format(reference=self.reference), self._kept()] if self.reference else [NO_SHARES]
-        parts.append(
-            f"From `{self.run['command']}`, {self.run['date']}, {machine.get('gpu', machine.get('processor'))}."
-        )
+        parts.append(self._source())
         return "\n\n".join(part for part in parts if part)
 
     def case(self, size: Size) -> Table:

@@ -1,4 +1,4 @@
-"""Results as tables, the same ones for the terminal, the HTML report and docs/performance.md."""
+"""Results as tables, the same ones for the terminal, the HTML report and the pages of figures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def best_peer(results: Results, section: str, workload: str, key: str) -> float 
 def _machine(results: Results) -> list[Table]:
     machine = results["machine"]
     rows = [["command", results["command"]], ["date", results["date"]]]
-    rows += [["what that run had no time for", command] for command in results.get("further_commands", ())]
+    rows += [["a further run", command] for command in results.get("further_commands", ())]
     if results.get("is_quick"):
         rows.append(["--quick", "a smoke test over tiny sizes under the names of the large ones: nothing was timed"])
     rows += [

@@ -279,10 +279,11 @@ class DeviceStore:
         """Do a step as `step` does.
 
         Args:
-            used, stream: as `step`.
+            used: as `step`.
             prepared: what `prepare_step` returned.
             addresses: of this step's inputs, where known.
             arrays: the inputs, in the order of `STEP_INPUTS`.
+            stream: as `step`.
         """
         if not self.driver.is_current():
             with self.driver.current():
