@@ -41,6 +41,7 @@ class HostChecker:
     Args:
         config: the geometry.
         backend: brings arrays to the host.
+        device: what the backend calls a device.
         store: refuses a commit on a capturing stream.
         findings: where findings go.
 
@@ -54,13 +55,15 @@ class HostChecker:
     Rules: R38, R39.
     """
 
-    def __init__(self, config: BlockTableConfig, backend: Backend, store: BlockStore, findings: Findings) -> None:
+    def __init__(
+        self, config: BlockTableConfig, backend: Backend, device: Any, store: BlockStore, findings: Findings
+    ) -> None:
         self.config = config
         self.findings = findings
         self.lives = RowLives(config)
         self.holders = Holders(config)
         self.num_commits: int = 0
-        self._backend, self._store = backend, store
+        self._backend, self._device, self._store = backend, device, store
         self._can_capture = "graph_capture" in backend.capabilities
         self._rows: Any = None
         self._quick: Any = None
@@ -321,6 +324,7 @@ class HostChecker:
     def _host(self, array: Array | None) -> IntArray | None:
         if array is None or type(array) is np.ndarray:
             return array
+        self._backend.synchronize(self._device)  # whoever writes it may do so on a stream of its own
         return np.asarray(self._backend.to_host(array))
 
     def _refuse_capture(self, stream: int | None) -> None:
