@@ -135,7 +135,8 @@ def a_row_set_again_is_sent_whole(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R5")
 def tails_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NumpyRows, "_null", lambda self, starts, columns, fillers=None: None)
+    nothing = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32)
+    patch.setattr(NumpyRows, "_nulls", lambda self, starts, columns: nothing)
 
 
 @_mutant("R6")
