@@ -177,6 +177,35 @@ def test_a_table_is_neither_copied_nor_pickled() -> None:
     assert pickle.loads(pickle.dumps(table.config)) == table.config
 
 
+def test_inputs_inside_what_an_export_writes_are_refused(host_path: str) -> None:
+    """Rules: R17."""
+    table = make()
+    rows, starts, positions, lens = typed(0, 1), typed(0, 1, 2), np.array([0, 17]), typed(3, 18)
+    out = table.create_export("csr")
+    assert out.lengths is not None
+    for inputs in (lens, out.lengths[:2], lens, out.lengths[:2]):
+        if inputs is lens:
+            table.export("csr", rows, seq_lens=inputs, out=out)
+            continue
+        with pytest.raises(bt.ArgumentError, match=r"seq_lens shares memory with out\.lengths"):
+            table.export("csr", rows, seq_lens=inputs, out=out)
+    step = rows, starts, positions
+    table.step_metadata(*step, lens, layouts="csr")
+    table.append_row(0, [[9], [9]])
+    written = table._exports.find(bt.LAYOUTS["csr"], (0, 1), table.buffers)
+    assert written is not None
+    assert written.lengths is not None
+    sent = table.num_bytes_sent
+    with pytest.raises(bt.ArgumentError, match="seq_lens shares memory"):
+        table.step_metadata(*step, written.lengths[:2], layouts="csr")
+    assert table.num_bytes_sent == sent
+    table.step_metadata(*step, lens, layouts="csr")
+    assert table.num_bytes_sent > sent
+    places = np.array([[0], [17]], np.int32)
+    with pytest.raises(bt.ArgumentError, match="positions shares memory with out"):
+        table.map_positions(rows, 0, places, out=places)
+
+
 FLIPPING = r"""
 import sys, threading, time
 import numpy as np

@@ -25,6 +25,7 @@ from blocktable.exports import ExportSets
 from blocktable.host_exports import export_on_host as export_on_host_of_the_core
 from blocktable.inputs import read_step as step_inputs
 from blocktable.metadata import Family, MetadataPlan
+from blocktable.overlaps import OutputMemory
 from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
 from blocktable.views import BufferViews
@@ -292,6 +293,11 @@ def a_plan_keeps_its_arrays(patch: pytest.MonkeyPatch) -> None:
         right(self, batch, *arguments, **options)
 
     patch.setattr(StepPlan, "__init__", init)
+
+
+@_mutant("R17")
+def inputs_may_lie_in_outputs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OutputMemory, "refuse", lambda self, inputs: None)
 
 
 @_mutant("R18")
