@@ -58,7 +58,7 @@ class HostPath(Protocol):
     # Operations.
 
     def check_rows(self, name: str, rows: Any, *, advice: str | None = DISTINCT_ROWS) -> IntArray:
-        """Return rows as [n] int64: inside the table and distinct. Valid until the caller's array changes.
+        """Return rows as [n] int64, a copy: inside the table and distinct.
 
         Args:
             name: of the argument.

@@ -19,6 +19,7 @@ from blocktable.host_path import make_rows
 from blocktable.inputs import Reading, read_each, read_step, torch_modes_off, without_torch_modes
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
+from blocktable.overlaps import refuse_overlaps
 from blocktable.protocols import (
     Array,
     Backend,
@@ -121,6 +122,13 @@ class BlockTable(RowOperations, ExportCalls):
         self._checks = BatchChecks(config, self.backend, self._rows, self.buffers.slot_mappings[0])
         self._observed_calls = ObservedCalls(self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copy.copy, copy.deepcopy and pickle. Rules: R17."""
+        raise DtypeError(
+            "A BlockTable cannot be copied or pickled: it owns device memory that kernels and captured graphs address. "
+            "Pickle its config, which is plain data, make a table of it, and set the rows from block_ids()."
+        )
+
     # Device.
 
     def commit(self, *, stream: Any = None) -> None:
@@ -193,12 +201,13 @@ class BlockTable(RowOperations, ExportCalls):
         """
         buffers = self._buffers(out)
         batch = self._checks.batch(idx_mapping, None, None, num_reqs, num_reqs_padded, num_computed_tokens)
+        views = self._views.of(buffers)
+        views.memory.refuse((("idx_mapping", idx_mapping), ("num_computed_tokens", num_computed_tokens)))
         handle = self._stream(stream, idx_mapping)
         if batch.wants_tables:
             if self._checker is not None:
                 self._checker.before_gather(batch, buffers, handle)
             self.store.gather(batch, buffers, stream=handle)
-            views = self._views.of(buffers)
             views.held = batch_key(batch.num_reqs, idx_mapping, num_computed_tokens)
             views.held_commits = self._num_commits
         return self._views.block_tables(buffers, batch)
@@ -244,6 +253,11 @@ class BlockTable(RowOperations, ExportCalls):
         batch = self._checks.batch(idx_mapping, query_start_loc, positions, None, None, None)
         buffers = self._buffers(out) if isinstance(out, StepBuffers) or out is None else None
         arrays, returned = self._checks.slot_outputs(batch, buffers, out, chosen, num_tokens_padded, self._views)
+        inputs = ("idx_mapping", idx_mapping), ("query_start_loc", query_start_loc), ("positions", positions)
+        if buffers is None:
+            refuse_overlaps([(f"out[{place}]", array) for place, array in enumerate(arrays)], inputs)
+        else:
+            self._views.of(buffers).memory.refuse(inputs)
         handle = self._stream(stream, positions)
         if self._checker is not None:
             self._checker.before_slots(batch, num_tokens_padded, chosen, handle)
@@ -323,6 +337,7 @@ class BlockTable(RowOperations, ExportCalls):
             self._views.step(buffers, batch, num_returned),
             self._lender.prepare_step(batch, buffers, addresses) if self._prepares else None,
             current_stream,
+            views=self._views.of(buffers).memory.to_look_at(arrays),
             has_addresses=(batch.idx_mapping is None or addresses[0] is not None)
             and (batch.num_computed_tokens is None or addresses[1] is not None),
             num_tokens_padded=num_tokens_padded,
@@ -361,6 +376,11 @@ class BlockTable(RowOperations, ExportCalls):
         stream: Any,
     ) -> int | None:
         """Commit, and do a step; return the handle of its stream. Its arguments are right, but for the padding."""
+        if addresses != plan.addresses:
+            plan.refuse_outputs(views.memory, arrays, addresses)
+        for place in plan.views:
+            if views.memory.may_hold(arrays[place]):  # type: ignore[arg-type]
+                plan.refuse_outputs(views.memory, arrays, addresses, is_certain=False)
         if plan.has_padding_rows:
             self._checks.require_empty_rows(plan.num_reqs, plan.num_reqs_padded, will_commit=True)
         if stream is not None or not self._has_streams:
@@ -480,6 +500,10 @@ class BlockTable(RowOperations, ExportCalls):
             )
             if lens_reading[0] is not None:
                 views.keep_plan(key, plan)
+        if lens_reading[2] != plan.lens_addresses or None in lens_reading[2]:
+            for planned, family in zip(plan.exports, exports.families, strict=True):
+                self._refuse_outputs(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])))
+            plan.lens_addresses = lens_reading[2]
         handle = self._run(plan, views, out, arrays, reading[2], stream)
         for planned, family in zip(plan.exports, exports.families, strict=True):
             self._run_export(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])), handle)

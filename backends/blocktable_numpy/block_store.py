@@ -140,7 +140,7 @@ class NumpyBlockStore:
     def map_positions(self, rows: Any, group: int, positions: Any, out: Any, *, stream: int | None) -> None:
         spec, shard = self.config.groups[group], self.config.context_parallel
         map_positions(
-            host_array(rows),
+            host_array(rows).astype(np.int64),
             host_array(positions),
             self.filled[group],
             self.table(group),
@@ -192,7 +192,7 @@ class NumpyBlockStore:
         """Return [num_reqs] int64, batch index -> row; -1 for a dummy (R10.2)."""
         if batch.idx_mapping is None:
             return np.arange(batch.num_reqs)
-        rows = host_array(batch.idx_mapping)
+        rows = host_array(batch.idx_mapping).astype(np.int64)  # a copy: what is checked must not change
         return np.where((rows >= 0) & (rows < self.config.num_rows), rows, np.int64(-1))
 
     def _parts(self, batch: Batch, rows: Ints, group: KVCacheGroup, num_cut: Ints | None) -> tuple[Ints, Ints]:
@@ -227,7 +227,7 @@ def _starts(arena: Arena) -> Ints:
 def host_array(array: Any) -> Ints:
     """Return an input as a numpy array without a copy: a CPU tensor and the like come in through DLPack."""
     if isinstance(array, np.ndarray):
-        return array
+        return np.asarray(array)  # a class of its own may index and compare in its own way
     try:
         return np.from_dlpack(array)
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:

@@ -110,7 +110,7 @@ def map_slots(
     num_tokens = max(0, min(int(query_start_loc[-1]), positions.size, *(array.size for array in slots)))
     starts = np.maximum.accumulate(np.minimum(np.maximum(query_start_loc, 0), num_tokens))
     first_token = starts[0]  # earlier ones belong to no request
-    position = positions[first_token:num_tokens]
+    position = positions[first_token:num_tokens].copy()  # what is checked must not change
     # step 2: PAD after the last real token
     for array in slots:
         array[:first_token] = pad_slot_id

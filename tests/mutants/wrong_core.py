@@ -25,6 +25,7 @@ from blocktable.exports import ExportSets
 from blocktable.host_exports import export_on_host as export_on_host_of_the_core
 from blocktable.inputs import read_step as step_inputs
 from blocktable.metadata import Family, MetadataPlan
+from blocktable.overlaps import OutputMemory
 from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
 from blocktable.views import BufferViews
@@ -135,7 +136,8 @@ def a_row_set_again_is_sent_whole(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R5")
 def tails_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NumpyRows, "_null", lambda self, starts, columns, fillers=None: None)
+    nothing = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32)
+    patch.setattr(NumpyRows, "_nulls", lambda self, starts, columns: nothing)
 
 
 @_mutant("R6")
@@ -291,6 +293,11 @@ def a_plan_keeps_its_arrays(patch: pytest.MonkeyPatch) -> None:
         right(self, batch, *arguments, **options)
 
     patch.setattr(StepPlan, "__init__", init)
+
+
+@_mutant("R17")
+def inputs_may_lie_in_outputs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OutputMemory, "refuse", lambda self, inputs: None)
 
 
 @_mutant("R18")
