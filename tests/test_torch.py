@@ -68,8 +68,7 @@ def table() -> bt.BlockTable:
 def tensors(table: bt.BlockTable, **values: Any) -> dict[str, Any]:
     dtypes = {"positions": np.int64}
     return {
-        name: table.backend.from_host(np.array(value, dtypes.get(name, np.int32)))  # type: ignore[arg-type]
-        for name, value in values.items()
+        name: table.backend.from_host(np.array(value, dtypes.get(name, np.int32))) for name, value in values.items()
     }
 
 
@@ -95,7 +94,7 @@ def test_steps_wait_for_nothing(table: bt.BlockTable) -> None:
     assert {"index_select", "searchsorted", "where"} <= set(watching.seen)
 
 
-KINDS = {layout.kind: layout for layout in bt.LAYOUTS.values()}
+KINDS: dict[str, bt.Layout] = {layout.kind: layout for layout in bt.LAYOUTS.values()}
 GROUP_OF = {"ring": 1, "state": 2}
 
 
