@@ -132,6 +132,18 @@ def test_a_device_that_torch_has_not_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert not {"streams", "graph_capture"} & backend.capabilities
 
 
+def test_a_table_on_the_host_takes_tensors_where_the_default_device_is_a_gpu() -> None:
+    """Rules: R22."""
+
+    class Backend(TorchBackend):
+        capabilities = TorchBackend().capabilities | {"streams", "graph_capture"}
+
+    table = bt.BlockTable(CONFIG, Backend(), "cpu")
+    table.set_row(1, [[5], [1], [8]])
+    step = table.step(**tensors(table, idx_mapping=[1], query_start_loc=[0, 1], positions=[2]))
+    assert step.slot_mappings[1].tolist() == [6]
+
+
 def test_an_array_elsewhere_is_refused() -> None:
     with pytest.raises(bt.ArgumentError, match="The table is on cpu; got an array on meta"):
         Memory(torch.device("cpu")).tensor(torch.empty(3, device="meta"))
