@@ -134,7 +134,8 @@ class BatchChecks:
         self._has_windows = any(group.cut_window is not None for group in config.groups)
         has_streams = "streams" in backend.capabilities
         self._is_emulated = bool(getattr(backend, "is_emulated", False))
-        self._is_on_host = not has_streams or self._is_emulated
+        # A tensor says where it is: a backend of several devices may have tables on the host beside those on a GPU.
+        self._is_on_host = not getattr(sample, "is_cuda", has_streams and not self._is_emulated)
         # With an idx_mapping, and with the identity.
         self._most_padded = config.max_num_reqs, min(config.max_num_reqs, config.num_rows)
         self._has_numpy_arrays = isinstance(sample, np.ndarray)

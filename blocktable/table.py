@@ -361,6 +361,8 @@ class BlockTable(RowOperations, ExportCalls):
         if plan.prepared is not None and not plan.prepared.resize(num_positions):
             return None
         plan.num_positions = num_positions
+        plan.num_bytes = (*plan.num_bytes[:3], 8 * num_positions)
+        plan.addresses = NO_ADDRESSES
         num_returned = num_positions if num_tokens_padded is None else num_tokens_padded
         slots = (self.buffers if out is None else out).slot_mappings
         plan.step = Step(plan.step.block_tables, slots, num_returned)

@@ -60,7 +60,7 @@ def test_tokens_are_those_of_a_dense_cache(variant: Variant) -> None:
     assert result.smallest_gap > 1e-4, "too close to call in float32"
 
 
-@pytest.mark.parametrize("backend", ["numpy", *EMULATED])
+@pytest.mark.parametrize("backend", ["numpy", "torch", *EMULATED])
 def test_an_encoder_decoder_gets_the_tokens_of_a_dense_cache(backend: str) -> None:
     """Rules: R5, R12-R15, R33."""
     if DEVICE == "cpu" and backend in EMULATED and os.environ.get(EMULATED[backend]) != "1":

@@ -261,13 +261,14 @@ def test_a_batch_of_which_a_part_is_refused_changes_nothing(batch: list[str], er
 def test_a_kind_of_sequence_that_changes_is_compared_with_the_row() -> None:
     """Rules: R46."""
     requests = make()
-    for ids in ([1, 2], np.array([1, 2]), np.array([1]), [1], [[1]], [np.array([1])], [np.array([], int)], [[]], []):
-        requests.sync("a", ids)
-        requests.sync_batch(["a"], [ids])
-        assert held(requests, "a") == [np.array(ids, int).ravel().tolist()]
-    for ids in ([], None, range(3, 5), (3, 4), (np.int64(3), 5)):
-        requests.sync("a", ids)
-        assert held(requests, "a") == [list(ids or [])]
+    given: Any
+    for given in ([1, 2], np.array([1, 2]), np.array([1]), [1], [[1]], [np.array([1])], [np.array([], int)], [[]], []):
+        requests.sync("a", given)
+        requests.sync_batch(["a"], [given])
+        assert held(requests, "a") == [np.array(given, int).ravel().tolist()]
+    for given in ([], None, range(3, 5), (3, 4), (np.int64(3), 5)):
+        requests.sync("a", given)
+        assert held(requests, "a") == [list(given or [])]
 
 
 def test_the_mapping_is_one_array_padded_to_its_end() -> None:

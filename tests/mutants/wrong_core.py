@@ -26,6 +26,7 @@ from blocktable.host_exports import export_on_host as export_on_host_of_the_core
 from blocktable.inputs import read_step as step_inputs
 from blocktable.metadata import Family, MetadataPlan
 from blocktable.overlaps import OutputMemory
+from blocktable.requests import Requests
 from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
 from blocktable.views import BufferViews
@@ -36,7 +37,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, tuple[str, Patch]] = {}
 """Mutant -> the rule that a failed assertion must name, and what it replaces."""
 
-CASES = "test_cases and not partition"
+CASES = "(test_cases or test_requests) and not partition"
 EXPORT_CASES = (
     "(test_exports.py or test_export_parts.py or test_export_host.py) "
     "and not on_the_host_are and not equal and not any_history and not long_rows"
@@ -431,6 +432,25 @@ def positions_of_any_group_are_mapped(patch: pytest.MonkeyPatch) -> None:
         return right(self, rows, 0, *arguments, **options)
 
     patch.setattr(BlockTable, "map_positions", map_positions)
+
+
+@_mutant("R45")
+def a_request_that_grew_gets_all_of_its_list_again(patch: pytest.MonkeyPatch) -> None:
+    right = Requests._new_ids
+    patch.setattr(Requests, "_new_ids", lambda self, kept, ids: ids if right(self, kept, ids) else None)
+
+
+@_mutant("R47")
+def a_mapping_keeps_rows_of_a_longer_batch(patch: pytest.MonkeyPatch) -> None:
+    right = Requests.idx_mapping
+
+    def idx_mapping(self: Requests, requests: Any, *arguments: Any, **options: Any) -> Any:
+        before = self._idx_mapping.copy()
+        made = right(self, requests, *arguments, **options)
+        self._idx_mapping[len(requests) :] = before[len(requests) :]
+        return made
+
+    patch.setattr(Requests, "idx_mapping", idx_mapping)
 
 
 def main(folder: Path) -> None:
