@@ -21,6 +21,7 @@ from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.overlaps import refuse_overlaps
 from blocktable.protocols import (
+    STEP_INPUTS,
     Array,
     Backend,
     Batch,
@@ -37,6 +38,9 @@ from blocktable.streams import current_stream_getter, stream_handle, stream_owne
 from blocktable.views import BufferViews, Views, batch_key
 
 StepPath = Literal["auto", "separate", "fused"]
+
+NO_ADDRESSES = (None,) * len(STEP_INPUTS)
+"""Of a step whose inputs were not looked at."""
 
 
 class BlockTable(RowOperations, ExportCalls):
