@@ -14,12 +14,13 @@ from typing import Any
 from blocktable import BlockTableConfig, get_backend
 from blocktable.cli import INTERRUPTED, UsageError, say
 from blocktable_replay.arguments import given_options, make_parser
-from blocktable_replay.btrace import Recording, RecordingError, is_recording
+from blocktable_replay.btrace import RecordingError, is_recording
 from blocktable_replay.lane import Lane
 from blocktable_replay.options import ReplayOptions, as_pairs
 from blocktable_replay.player import Player
 from blocktable_replay.progress import make_progress
 from blocktable_replay.readers import OnBadLine, read_trace
+from blocktable_replay.recorded import Recording
 from blocktable_replay.recording import Recorder
 from blocktable_replay.result import ReplayResult
 from blocktable_replay.run import Replay, unfit_requests

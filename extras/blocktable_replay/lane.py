@@ -130,14 +130,11 @@ class Lane:
         named, arrays = slot_sizes(self.table.config, name, arguments), out.slot_mappings
         return [arrays[group] for group in named], [slots for group, slots in enumerate(arrays) if group not in named]
 
-    def error_of(self, name: str, values: Sequence[Any]) -> str | None:
+    def error_of(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """Do a call that should fail and return the name of its error; None where it does not fail."""
         method = getattr(self.table, name)
         try:
-            if name in OUTPUT_CALLS:
-                method(**self._on_device(dict(zip(OUTPUT_CALLS[name], values, strict=True))))
-            else:
-                method(*values)
+            method(**(self._on_device(arguments) if name in OUTPUT_CALLS else arguments))
         except Exception as error:
             return type(error).__name__
         return None

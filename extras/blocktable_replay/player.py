@@ -4,51 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from blocktable import IntArray
-from blocktable_replay.btrace import OUTPUT_CALLS, Foreign, Frame, Recording
+from blocktable_replay.btrace import OUTPUT_CALLS, Foreign
 from blocktable_replay.checker import expected_step
 from blocktable_replay.lane import Lane
+from blocktable_replay.recorded import RecordedCall, Recording
 from blocktable_replay.result import ReplayResult
 from blocktable_replay.rowmodel import RowModel
 from blocktable_replay.run import Run
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call, with what the frames behind it say of its end.
-
-    Attributes:
-        name: of the method.
-        values: its arguments, as the format lists them.
-        raised: name of the exception it ended with. None: it returned.
-        digest: of what it put out. None: not recorded.
-    """
-
-    name: str
-    values: tuple[Any, ...]
-    raised: str | None = None
-    digest: bytes | None = None
-
-
-def calls_of(frames: Iterator[Frame]) -> Iterator[Call]:
-    """Join each call with the frames that say how it ended."""
-    waiting: Frame | None = None
-    ends: dict[str, Any] = {}
-    for frame in chain(frames, [Frame("end", ())]):
-        if frame.name == "raised":
-            ends["raised"] = frame.values[0].decode(errors="replace")
-        elif frame.name == "digest":
-            ends["digest"] = frame.values[0]
-        else:
-            if waiting is not None:
-                yield Call(waiting.name, waiting.values, **ends)
-            waiting, ends = frame, {}
 
 
 class Player(Run):
@@ -67,11 +34,11 @@ class Player(Run):
         self._num_steps = 0  # calls that put something out; one that was refused is none
         self._num_foreign = 0
         self._num_digests = 0
-        source = {"source": str(recording.path), "format": "recording", "backend": recording.head.get("backend")}
+        source = {"source": str(recording.path), "format": "recording", "backend": recording.header.get("backend")}
         self.result = ReplayResult(source, {}, recording.config, list(lanes))
 
     def _steps(self) -> Iterator[tuple[int, int]]:
-        for call in calls_of(self._recording.frames()):
+        for call in self._recording:
             self._play(call)
             yield self._num_steps, self._num_steps
 
@@ -90,9 +57,10 @@ class Player(Run):
 
     # One call.
 
-    def _play(self, call: Call) -> None:
+    def _play(self, call: RecordedCall) -> None:
         self._calls[call.name] += 1
-        if _is_foreign(call.values):
+        values = list(call.arguments.values())
+        if _is_foreign(values):
             self._num_foreign += 1
             self._calls[call.name] -= 1
         elif call.raised is not None:
@@ -101,24 +69,24 @@ class Player(Run):
             self._play_outputs(call)
         else:
             for lane in self.result.lanes:
-                lane.operate(call.name, call.values)
-            self._rows.apply(call.name, call.values)
+                lane.operate(call.name, values)
+            self._rows.apply(call.name, values)
             if call.name == "commit":
                 self._rows.commit()
 
-    def _expect_error(self, call: Call) -> None:
+    def _expect_error(self, call: RecordedCall) -> None:
         """A call that was refused must be refused again, by the same error."""
         for lane in self.result.lanes:
-            raised = lane.error_of(call.name, call.values)
+            raised = lane.error_of(call.name, call.arguments)
             if raised != call.raised:
                 sentence = f"{call.name} raised {call.raised} when it was recorded, here {raised or 'nothing'}"
                 lane.findings.add(self._num_steps, 1, [sentence])
 
-    def _play_outputs(self, call: Call) -> None:
+    def _play_outputs(self, call: RecordedCall) -> None:
         self._num_steps += 1
         if call.name == "step":
             self._rows.commit()
-        arguments = dict(zip(OUTPUT_CALLS[call.name], call.values, strict=True))
+        arguments = call.arguments
         rows, starts, positions = _rows_of(arguments), arguments.get("query_start_loc"), arguments.get("positions")
         expected = None
         if starts is None or not (np.diff(starts) < 0).any():  # else slots are unspecified (R15)
