@@ -28,7 +28,6 @@ VERSION = 3
 1 and 2 were binary.
 """
 
-BEGINNING = f'{{"format":"{FORMAT}",'
 OLD_BEGINNING = b"\x89BTRACE\n"
 
 OUTPUT_CALLS = {
@@ -311,8 +310,7 @@ def is_recording(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             start = file.read(1 << 10)
-        return start.startswith(OLD_BEGINNING) or BEGINNING.encode() == zlib.decompressobj(31).decompress(
-            start, len(BEGINNING)
-        )
+        first = zlib.decompressobj(31).decompress(start, 80) if start[:2] == b"\x1f\x8b" else start
+        return first.startswith(OLD_BEGINNING) or f'"{FORMAT}"'.encode() in first
     except (OSError, zlib.error):
         return False
