@@ -73,11 +73,13 @@ class KVCacheGroup:
             the null block.
         blocks_per_row: fixed capacity of a row in manager blocks (state groups). None: from `max_model_len`.
         extra_blocks: manager blocks added to the capacity that `max_model_len` gives.
+        pool: name of the blocks that this group's ids count. Groups of one name share their ids, as vLLM's do; None:
+            the group has its own. The checker alone asks for it.
 
     Raises:
         ConfigError: a value is impossible, or two of them clash.
 
-    Rules: R1, R3, R5, R7, R13, R14, R18.
+    Rules: R1, R3, R5, R7, R13, R14, R18, R38.
     """
 
     block_size: int
@@ -92,6 +94,7 @@ class KVCacheGroup:
     pad_slot_id: int = PAD_SLOT_ID
     blocks_per_row: int | None = None
     extra_blocks: int = 0
+    pool: str | None = None
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -130,6 +133,8 @@ class KVCacheGroup:
             raise ConfigError(
                 f'{owner}: a group with slot_mode="cross" has no sliding window; leave sliding_window unset.'
             )
+        if not (self.pool is None or isinstance(self.pool, str)):
+            raise ConfigError(f"{owner}: pool must be a name or None, got {self.pool!r}.")
         self._check_null()
         self._check_pad()
 
@@ -327,6 +332,8 @@ class BlockTableConfig:
         slot_dtype: "int64", or "int32" where every slot fits.
         steps_in_flight: commits whose device work may be unfinished before the next one waits (R9.3).
         max_num_rows: rows of the table, apart from those of a batch; either may be more. None: `max_num_reqs`.
+        stale_rows: whether rows keep their blocks after their request has ended, until they are set again, as in vLLM's
+            workers. The checker then asks less of a block that two rows hold (R38).
 
     Attributes:
         num_rows: rows of the table.
@@ -334,7 +341,7 @@ class BlockTableConfig:
     Raises:
         ConfigError: a value is impossible, or two of them clash.
 
-    Rules: R1, R3, R16, R18.
+    Rules: R1, R3, R16, R18, R38.
     """
 
     groups: Sequence[KVCacheGroup]
@@ -347,6 +354,7 @@ class BlockTableConfig:
     slot_dtype: SlotDtype = "int64"
     steps_in_flight: int = 2
     max_num_rows: int | None = None
+    stale_rows: bool = False
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -363,6 +371,8 @@ class BlockTableConfig:
         if self.max_num_rows is not None:
             _normalise_int(self, "max_num_rows", 1, INT32_LIMIT)
         _normalise_int(self, "lookahead_tokens", 0)
+        if not isinstance(self.stale_rows, bool):
+            raise ConfigError(f"{owner}: stale_rows must be a bool, got {self.stale_rows!r}.")
         if not isinstance(self.context_parallel, ContextParallel):
             raise ConfigError(f"{owner}: context_parallel must be a ContextParallel, got {self.context_parallel!r}.")
         if self.slot_dtype not in get_args(SlotDtype):
