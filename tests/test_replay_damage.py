@@ -14,7 +14,6 @@ import pytest
 
 import blocktable as bt
 from blocktable import cli
-from blocktable_replay import Recording, RecordingError
 
 NUM_FILES = 1500
 """Damaged recordings of each kind that are tried; all come from fixed seeds."""
@@ -46,10 +45,11 @@ def lines_of_everything(path: Path) -> list[Any]:
     with table.record(path, digests=True):
         more = table.create_buffers()
         table.set_rows([0, 1], [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[2, 1], [1, 1], [2, 2]])
-        table.append_row(0, [list(range(10, 30)), [8], None])
+        table.append_row(0, [list(range(10, 30)), np.arange(11, 20), None])
         table.set_row(2, [[5], np.array([6, 7], np.int32), [10, 11]])
         table.append_rows([0, 2], [[31, 32], [9, 10], []], [[1, 1], [1, 1], [0, 0]])
         step = np.array([0, 2, 1], np.int32), np.array([0, 70, 72, 73], np.int32), np.r_[0:70, 3:5, 2]
+        small = np.array([1], np.int32), np.array([0, 1], np.int32), np.array([3])
         table.step(*step, num_computed_tokens=np.array([0, 3, 2], np.int32), out=more)
         table.null_range(0, 1, 0, 1)
         table.null_ranges([0, 2], 1, [0, 0], [1, 1])
@@ -65,13 +65,13 @@ def lines_of_everything(path: Path) -> list[Any]:
             table.clear_row(9)
         table.commit()
         table.gather(np.array([0, 2], np.int32), 4)
-        table.compute_slot_mappings(*step, groups=[1, 0], out=[np.zeros(80, np.int64), np.zeros(75, np.int64)])
+        table.compute_slot_mappings(*small, groups=[1, 0], out=[np.zeros(80, np.int64), np.zeros(75, np.int64)])
         table.truncate_row(0, [3, 1, 2])
         table.truncate_rows([2], [[1], [1], [2]])
         table.clear_row(3)
         table.clear_rows([2])
         table.invalidate()
-        table.step(step[0][:1], step[1][:2], step[2])
+        table.step(*small)
         table.clear()
         table.step(step[0], step[1] * 0, step[2][:0])
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]

@@ -24,7 +24,8 @@ examples:
       --group block_size=64,kernel_block_size=16,sliding_window=4096 --report report.html
   blocktable replay trace.csv --context-parallel world_size=4,rank=1,interleave_size=16
 
-Exit status: 0 when every entry was right, 1 when one was not, 2 for a wrong call or a trace that cannot be read.
+Exit status: 0 when every entry was right, 1 when one was not or the engine made a mistake of severity "raise", 2 for a
+wrong call or a trace that cannot be read.
 """
 
 
@@ -56,6 +57,13 @@ def make_parser(exercise: str) -> Parser:
     add("--json", metavar="FILE", help="write the numbers as JSON (docs/replay.md describes it)")
     add("--record", metavar="FILE", help="write every call of the first backend's table, to replay it again (.btrace)")
     add("--quiet", action="store_true", help="no progress")
+    add(
+        "--check",
+        choices=("off", "host"),
+        default="host",
+        help="host: look for mistakes of the engine that makes these calls, too, in a numpy table of its own "
+        "(default: host)",
+    )
     return parser
 
 

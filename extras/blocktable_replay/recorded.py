@@ -39,6 +39,8 @@ class RecordedCall:
             [n] int64 lengths of the caller's own arrays. `Foreign` stands for what a recording cannot hold.
         raised: name of the exception that it ended with. None: it returned.
         digest: BLAKE2b, 16 bytes, of what it put out. None: not recorded.
+        has_effect: whether it did its work: it returned, or raised a finding (`CheckError`) of an earlier call, as
+            `check="device"` does.
     """
 
     number: int
@@ -47,11 +49,7 @@ class RecordedCall:
     arguments: Mapping[str, Any]
     raised: str | None = None
     digest: bytes | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the call raised."""
-        return self.raised is not None
+    has_effect: bool = True
 
 
 class Recording:
@@ -65,7 +63,8 @@ class Recording:
 
     Attributes:
         path: the file.
-        header: its first line: `version`, `blocktable` and `numpy` (versions), `backend`, `fingerprint`, `config`.
+        header: its first line: `version`, `blocktable` and `numpy` (versions), `backend`, `check`, `fingerprint`,
+            `config`.
         config: the configuration of the table.
         tear: where and how the file is torn, in words; None while nothing wrong was met. Known at the end of an
             iteration.
@@ -170,8 +169,8 @@ class Recording:
                     break
                 if "call" in entry:
                     if waiting is not None:
-                        yield (call := _call(waiting, number, step))
-                        step += commits(call)
+                        yield (call := self._call(waiting, number, step))
+                        step += call.has_effect and call.name in ("commit", "step")
                     waiting, number = entry, number + 1
                 elif waiting is None or not waiting.keys().isdisjoint(entry):
                     raise TornError(f"after call {number}: a line says how a call ended, and none is there")
@@ -182,7 +181,7 @@ class Recording:
         except TornError as torn:
             self.tear = str(torn)
         if waiting is not None:
-            yield _call(waiting, number, step)
+            yield self._call(waiting, number, step)
 
     def _entries(self) -> Iterator[dict[str, Any]]:
         """Yield what each line after the first says."""
@@ -193,12 +192,7 @@ class Recording:
                 except TornError as error:
                     raise TornError(f"line {number}: {error}") from None
 
-
-def commits(call: RecordedCall) -> bool:
-    """Return whether a call has committed the changes of rows."""
-    return call.name in ("commit", "step") and not call.failed
-
-
-def _call(entry: dict[str, Any], number: int, step: int) -> RecordedCall:
-    arguments = {name: value for name, value in entry.items() if name not in ("call", "raised", "digest", "end")}
-    return RecordedCall(number, step, entry["call"], arguments, entry.get("raised"), entry.get("digest"))
+    def _call(self, entry: dict[str, Any], number: int, step: int) -> RecordedCall:
+        name, raised, digest = entry.pop("call"), entry.pop("raised", None), entry.pop("digest", None)
+        is_late = raised == "CheckError" and self.header.get("check") == "device"
+        return RecordedCall(number, step, name, entry, raised, digest, raised is None or is_late)

@@ -297,6 +297,7 @@ def _header(table: BlockTable) -> dict[str, Any]:
         "blocktable": importlib.metadata.version("blocktable"),
         "numpy": np.__version__,
         "backend": table.backend.name,
+        "check": table.check,
         "fingerprint": table.config.fingerprint(),
         "config": asdict(table.config),
     }
