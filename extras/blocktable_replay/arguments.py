@@ -132,7 +132,7 @@ def _add_schedule(parser: Parser) -> None:
         ("sleep-every", "every N-th step the device loses its memory, and gets all of it again (default: 0, never)"),
         ("dummy-every", "every N-th step is a dummy step (default: 0, never)"),
     ):
-        add(f"--{name}", type=_COUNT_OR_NONE, metavar="N", help=what)
+        add(f"--{name}", type=COUNT_OR_NONE, metavar="N", help=what)
 
 
 def _add_trace(parser: Parser) -> None:
@@ -187,7 +187,7 @@ def _seconds(text: str) -> float:
 
 
 _COUNT = _number(int, lambda number: 1 <= number < 2**31, "whole number from 1 to 2**31 - 1")
-_COUNT_OR_NONE = _number(int, lambda number: 0 <= number < 2**31, "whole number from 0 to 2**31 - 1")
+COUNT_OR_NONE = _number(int, lambda number: 0 <= number < 2**31, "whole number from 0 to 2**31 - 1")
 _POSITIVE = _number(float, lambda number: 0 < number < math.inf, "number above 0")
 _TIME = _number(
     _seconds,

@@ -111,9 +111,7 @@ def _replay_trace(arguments: argparse.Namespace) -> ReplayResult:
     try:
         path, checker = arguments.record, _checker(arguments, config)
         with nullcontext() if path is None else Recorder(lanes[0].table, path) as recorder:
-            return Replay(trace, options, lanes, recorder, checker).run(
-                progress, arguments.max_steps
-            )
+            return Replay(trace, options, lanes, recorder, checker).run(progress, arguments.max_steps)
     finally:
         progress.close()
 

@@ -24,6 +24,13 @@ OF_ONE_ROW: dict[str, Callable[..., tuple[Any, ...]]] = {
 """Operations of one row -> the same of many, with its arguments; counts None: all ids are for the one row."""
 
 
+def as_many(name: str, values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+    """Return a call on one row as the same of many; any other call is as it was."""
+    if name in OF_ONE_ROW:
+        name, *values = OF_ONE_ROW[name](*values)
+    return name, values
+
+
 MAX_COUNTED = 1 << 24
 """Ids below are counted in an array as long as the highest one, which is faster than sorting them."""
 
@@ -45,8 +52,7 @@ class RowModel:
 
     def apply(self, name: str, values: Sequence[Any]) -> None:
         """Do what one call does to the rows; a call that changes none does nothing."""
-        if name in OF_ONE_ROW:
-            name, *values = OF_ONE_ROW[name](*values)
+        name, values = as_many(name, values)
         operation = getattr(self, f"_{name}", None)
         if operation is not None:
             operation(*values)
