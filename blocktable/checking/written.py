@@ -161,8 +161,8 @@ class GroupFinder:
             message = (
                 f"shared_block_written: {number(count, 'token')} of row {row}, group {self._group}, from position "
                 f"{position} on, written into blocks that another row holds too: block {block} (slot {slot}) is also "
-                f"row {other[1]}'s{where}, since commit {since}. Each row reads what the other one wrote last; give the "
-                "row a block of its own (a copy, and replace_blocks), or take it from the row that has ended."
+                f"row {other[1]}'s{where}, since commit {since}. Each row reads what the other one wrote last; give "
+                "it a block of its own (a copy, and replace_blocks), or take it from the row that has ended."
             )
             finding = Finding(
                 "shared_block_written",
@@ -198,9 +198,9 @@ class GroupFinder:
             before, slot, block = int(earlier[i]), int(slots[i]), int(blocks[i])
             other, its_position = int(places.tokens.row[before]), int(places.tokens.position[before])
             message = (
-                f"slot_written_twice: {what} of row {row}, group {self._group}, from position {position} "
-                f"on, with slots that earlier tokens of the same call have: slot {slot} (block {block}) is also that of row {other}, position {its_position}. Only one of them stays, and which is not "
-                "specified."
+                f"slot_written_twice: {what} of row {row}, group {self._group}, from position {position} on, with "
+                f"slots that earlier tokens of the same call have: slot {slot} (block {block}) is also that of row "
+                f"{other}, position {its_position}. Only one of them stays, and which is not specified."
             )
             finding = Finding(
                 "slot_written_twice",
