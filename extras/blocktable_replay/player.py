@@ -17,6 +17,9 @@ from blocktable_replay.result import ReplayResult
 from blocktable_replay.rowmodel import RowModel
 from blocktable_replay.run import Run
 
+MAX_SETS = 1024
+"""Sets of buffers that a recording may make: an engine makes one for each size of a captured graph."""
+
 
 class Player(Run):
     """Drives lanes through a recording.
@@ -79,8 +82,10 @@ class Player(Run):
             self._play_outputs(call)
         else:
             self._num_sets += call.name == "create_buffers"
-            if self._num_sets * self._set_size > MAX_TABLE_ENTRIES:
-                raise self._no_sense(call, f"more sets of buffers than take {MAX_TABLE_ENTRIES} entries")
+            if self._num_sets > MAX_SETS or self._num_sets * self._set_size > MAX_TABLE_ENTRIES:
+                raise self._no_sense(
+                    call, f"more than {MAX_SETS} sets of buffers, or {MAX_TABLE_ENTRIES} entries in them"
+                )
             for lane in self.result.driven:
                 lane.operate(call.name, values)
             self._rows.apply(call.name, values)
