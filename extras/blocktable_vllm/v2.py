@@ -245,18 +245,18 @@ class StableTables:
         rows.gather(idx_mapping, num_reqs_padded, computed)
         end = max(num_reqs_padded, self.__foreign__)
         if num_reqs < end:
-            torch._foreach_zero_([table[num_reqs:end] for table in self.input_block_tables])
+            torch._foreach_zero_(rows.batch_rows(num_reqs, end))
         self.__foreign__ = num_reqs
-        return tuple(table[:num_reqs_padded] for table in self.input_block_tables)
+        return rows.batch_rows(0, num_reqs_padded)
 
     def get_dummy_block_tables(self, num_reqs: int) -> tuple[Any, ...]:
         """Return the first batch rows, all NULL; they may be written to until the next gather."""
-        if self.__rows__ is None:
+        rows = self.__rows__
+        if rows is None:
             return ()
-        end = max(num_reqs, self.__foreign__)
-        torch._foreach_zero_([table[:end] for table in self.input_block_tables])
+        torch._foreach_zero_(rows.batch_rows(0, max(num_reqs, self.__foreign__)))
         self.__foreign__ = num_reqs
-        return tuple(table[:num_reqs] for table in self.input_block_tables)
+        return rows.batch_rows(0, num_reqs)
 
     def compute_slot_mappings(
         self, idx_mapping: Any, query_start_loc: Any, positions: Any, num_tokens_padded: int, out: Any = None
