@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
-from blocktable.config import BlockTableConfig
+from blocktable.config import Arena, BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
 from blocktable.protocols import IntArray, Writes
 from blocktable.rows import DISTINCT_ROWS, NumpyRows
@@ -221,9 +221,33 @@ def compiled_step() -> Callable[..., Any] | None:
     return found
 
 
-def compiled_append() -> Callable[..., int] | None:
-    """Return the compiled `append_equally`, for a drop-in that has rows of its own; None for the numpy path."""
-    return getattr(rows_maker(), "append_equally", None)
+class CompiledChanges(Protocol):
+    """What the compiled path does for a drop-in that has rows of its own."""
+
+    @property
+    def append_equally(self) -> Callable[..., int]:
+        """Adds blocks to rows of all groups."""
+
+    def make_journal(
+        self, arena: Arena, mirror: IntArray, capacity: int
+    ) -> tuple[Any, Callable[[IntArray], tuple[int, int]]]:
+        """Return a journal of an arena's changes, and what packs them.
+
+        Args:
+            arena: the layout.
+            mirror: [arena.size] int32, C-contiguous. Kept: values are taken from it when they are packed.
+            capacity: ranges that the journal has room for at first.
+
+        Returns:
+            The journal; a function that lays what it says out in a block as `HostPath.pack_changes` does, and returns
+            the entries used and the bytes of the changes as ranges.
+        """
+
+
+def compiled_changes() -> CompiledChanges | None:
+    """Return the compiled parts for a drop-in; None for the numpy path."""
+    rows: Any = rows_maker()
+    return rows if hasattr(rows, "make_journal") else None
 
 
 def host_path_description() -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
-from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES
+from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES, V2_DIFFERENCES
 from blocktable_vllm import settings
 
 ROOT = Path(__file__).parents[1]
@@ -146,8 +146,14 @@ def test_every_variable_of_ours_is_described() -> None:
 
 
 def test_the_named_differences_of_the_drop_in_are_those_of_its_fuzzer() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE)
-    assert rows == [
+    page = (ROOT / "docs/vllm.md").read_text()
+    tables = [part.partition("\n\n")[0] for part in page.split("<!-- differences")[1:]]
+    of_v2, of_v1 = (re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", part, re.MULTILINE) for part in tables)
+    assert of_v2 == [
+        (name, difference.vllm, difference.ours, ", ".join(difference.profiles))
+        for name, difference in V2_DIFFERENCES.items()
+    ]
+    assert of_v1 == [
         (
             name,
             difference.vllm,
