@@ -18,7 +18,9 @@ NUM_REQS = 6
 
 def make(subject: Subject) -> Requests:
     groups = [KVCacheGroup(block_size=4), KVCacheGroup(block_size=8, kernel_block_size=4)]
-    config = BlockTableConfig(groups=groups, max_num_reqs=NUM_REQS, max_num_batched_tokens=16, max_model_len=64, steps_in_flight=4)
+    config = BlockTableConfig(
+        groups=groups, max_num_reqs=NUM_REQS, max_num_batched_tokens=16, max_model_len=64, steps_in_flight=4
+    )
     requests = Requests(subject.table(config))
     requests.table.warmup()
     requests.sync_batch("abcd", [([10 * i + 1, 10 * i + 2], [i + 1]) for i in range(4)])
