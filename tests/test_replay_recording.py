@@ -232,8 +232,8 @@ class RecordedSubject(Subject):
     path: Path
     recorder: OpenRecording
 
-    def table(self, config: bt.BlockTableConfig) -> bt.BlockTable:
-        table = super().table(config)
+    def table(self, config: bt.BlockTableConfig, **options: Any) -> bt.BlockTable:
+        table = super().table(config, **options)
         self.recorder = table.record(self.path, digests=True)
         return table
 
