@@ -364,6 +364,15 @@ def test_the_reader(tmp_path: Path) -> None:
     assert calls[0].arguments["block_ids"][2].tolist() == [9, 10]
 
 
+def test_a_finding_of_the_device_is_raised_by_a_call_that_did_its_work(lines: list[Any], tmp_path: Path) -> None:
+    path, changed = tmp_path / "run.btrace", copy.deepcopy(lines)
+    changed[HEAD:] = [{"call": "commit"}, {"raised": "CheckError"}, {"call": "clear"}, {"end": True}]
+    for check, effects in (("device", [(0, True), (1, True)]), ("host", [(0, False), (0, True)])):
+        changed[0]["check"] = check
+        write(path, changed)
+        assert [(call.step, call.has_effect) for call in Recording(path)] == effects
+
+
 def test_a_file_that_is_still_written_gives_its_calls(tmp_path: Path) -> None:
     path, table = tmp_path / "run.btrace", bt.BlockTable(CONFIG, "numpy")
     recorder: Any = table.record(path)
