@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ConfigError
@@ -82,6 +82,7 @@ def make_checker(
     mode: CheckMode,
     config: BlockTableConfig,
     backend: Backend,
+    device: Any,
     store: BlockStore,
     check_kinds: CheckKinds | Sequence[CheckKinds] | None,
     on_finding: Callable[[Finding], None] | None,
@@ -99,4 +100,4 @@ def make_checker(
     makers: dict[str, Callable[..., Checker]] = {"host": HostChecker}
     if mode not in makers:
         raise ConfigError(f'check="{mode}" is not part of this version of blocktable; use check="host".')
-    return makers[mode](config, backend, store, findings)
+    return makers[mode](config, backend, device, store, findings)
