@@ -239,7 +239,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(cli.os, "replace", interrupt)
+        patched.setattr(os, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
             cli.write_file(str(path), "new")
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["numbers.json"])
