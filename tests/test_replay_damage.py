@@ -239,7 +239,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(cli.os, "replace", interrupt)
+        patched.setattr(os, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
             cli.write_file(str(path), "new")
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["numbers.json"])
@@ -362,6 +362,15 @@ def test_the_reader(tmp_path: Path) -> None:
     assert (step.arguments["query_start_loc"].dtype, step.arguments["query_start_loc"].tolist()) == (np.int32, [0, 1])
     assert (step.arguments["out"], len(step.digest or b"")) == (0, 16)
     assert calls[0].arguments["block_ids"][2].tolist() == [9, 10]
+
+
+def test_a_finding_of_the_device_is_raised_by_a_call_that_did_its_work(lines: list[Any], tmp_path: Path) -> None:
+    path, changed = tmp_path / "run.btrace", copy.deepcopy(lines)
+    changed[HEAD:] = [{"call": "commit"}, {"raised": "CheckError"}, {"call": "clear"}, {"end": True}]
+    for check, effects in (("device", [(0, True), (1, True)]), ("host", [(0, False), (0, True)])):
+        changed[0]["check"] = check
+        write(path, changed)
+        assert [(call.step, call.has_effect) for call in Recording(path)] == effects
 
 
 def test_a_file_that_is_still_written_gives_its_calls(tmp_path: Path) -> None:

@@ -232,8 +232,8 @@ class RecordedSubject(Subject):
     path: Path
     recorder: OpenRecording
 
-    def table(self, config: bt.BlockTableConfig) -> bt.BlockTable:
-        table = super().table(config)
+    def table(self, config: bt.BlockTableConfig, **options: Any) -> bt.BlockTable:
+        table = super().table(config, **options)
         self.recorder = table.record(self.path, digests=True)
         return table
 
@@ -483,7 +483,7 @@ def test_a_torn_file_runs_up_to_the_tear(recorded: bytes, tmp_path: Path, capsys
     assert len(seen) >= 3  # chunk by chunk
     assert max(seen) <= whole
     path.write_bytes(recorded[: len(recorded) * 2 // 3])
-    assert cli.main(["replay", str(path), "--quiet"]) == 0
+    assert cli.main(["replay", str(path), "--quiet", "--check", "off"]) == 0  # the calls are random
     said = capsys.readouterr().out
     assert f"{path}: the recording is torn (byte " in said
     assert "it was run up to there." in said
@@ -496,7 +496,7 @@ def test_a_damaged_file_is_said(recorded: bytes, tmp_path: Path, capsys: pytest.
         content = bytearray(recorded)
         content[chance.randrange(10, len(content))] ^= 1 << chance.randrange(8)
         path.write_bytes(content)
-        status = cli.main(["replay", str(path), "--quiet"])
+        status = cli.main(["replay", str(path), "--quiet", "--check", "off"])
         said = capsys.readouterr()
         assert status in (0, cli.USAGE_ERROR)
         assert "Traceback" not in said.err
