@@ -517,3 +517,24 @@ def test_the_example_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "docs/vllm.md", "exec"), {"torch": torch})
     said = re.findall(r"print\(.*\)  # (.*)", code)
     assert capsys.readouterr().out.splitlines() == said
+
+
+def test_where_rows_were_given_up_vllms_own_methods_run() -> None:
+    """They cost what vLLM's cost: no view is made, and nothing is asked for."""
+    table = make()
+    kinds = type(table), type(table[0]), type(table[0].block_table)
+    table.append_row(([1], [2]), 0)
+    table[0].block_table.gpu = table[0].block_table.cpu
+    for thing, kind in zip((table, table[0], table[0].block_table), kinds, strict=True):
+        assert isinstance(thing, kind)
+        assert type(thing) is not kind
+    assert table[0].block_table.gpu is table[0].block_table.cpu
+    assert table[0].block_table.np is vars(table[0].block_table)["np"]
+    assert table[0].num_blocks_per_row is vars(table[0])["num_blocks_per_row"]
+    table.append_row(([3], [4]), 0)
+    table.move_row(0, 1)
+    table.commit_block_table(2)
+    assert table[0].block_table.gpu[1, :2].tolist() == [1, 3]
+    assert table[1].block_table.gpu[1, :4].tolist() == [4, 5, 8, 9]
+    assert compute(table, [0, 0, 1], [16])[0][0] == 3 * 16
+    assert type(make()[0]) is kinds[1]

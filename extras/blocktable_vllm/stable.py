@@ -156,6 +156,8 @@ class StableRows:
         rows = self._vector("idx_mapping", idx_mapping, torch.int32)
         num_reqs = self._num_reqs(rows, num_reqs_padded)
         self._is_pair, self._is_first = self._is_pair or self._is_first, False
+        if num_computed_tokens is not None:
+            num_computed_tokens = self._vector("num_computed_tokens", num_computed_tokens, torch.int32)
         arrays = rows, num_computed_tokens, None, None
         key = num_reqs, num_reqs_padded, num_computed_tokens is None
         if not self._prepares:
@@ -197,7 +199,9 @@ class StableRows:
         most = self.config.max_num_reqs
         for first in range(0, num_reqs_padded, most):  # a batch of ranks that share prefills may be a larger one
             some, size = rows[first : first + most], min(most, num_reqs_padded - first)
-            computed = None if num_computed_tokens is None else num_computed_tokens[first : first + most]
+            computed = num_computed_tokens
+            if computed is not None:
+                computed = self._vector("num_computed_tokens", computed[first : first + most], torch.int32)
             batch = Batch(some, None, None, some.shape[0], size, computed)
             self._store.gather(batch, buffers, stream=self.stream)
             targets = [table[first : first + size] for table in out]

@@ -237,7 +237,7 @@ class StableTables:
             return ()
         computed = None
         if num_computed_tokens is not None and self.has_sliding_window_groups:
-            computed = num_computed_tokens.index_select(0, idx_mapping.clamp(min=0))
+            computed = num_computed_tokens[idx_mapping]  # of row -1 the last one's, for a batch row that is NULL anyway
         if out is not None:
             assert len(out) == self.num_kv_cache_groups
             rows.gather_elsewhere(idx_mapping, num_reqs_padded, computed, out)
