@@ -515,6 +515,7 @@ HEAD = b'{"format":"blocktable recording","version":3,"config":'
         (gzip.compress(HEAD + b"{}}\n"), "configuration cannot be used: 'groups'"),
         (gzip.compress(HEAD + b'{"groups":[{"block_size":"x"}],"context_parallel":{}}}\n'), "cannot be used"),
     ],
+    ids=["binary", "version 99", "no JSON", "no config", "wrong config"],  # gzip writes the time
 )
 def test_no_recording_at_all(content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.btrace"
