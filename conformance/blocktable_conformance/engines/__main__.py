@@ -30,7 +30,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--examples", type=int, default=60, metavar="N", help="histories of each trial (%(default)d)")
     add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="engines at a time (%(default)d)")
     add("--write", type=Path, metavar="PAGE", help="write the matrix to PAGE, its cells beside it as JSON")
-    add("--check", type=Path, metavar="PAGE", help="fail where a cell is not what PAGE says; what it shows is replayed")
+    add("--check", type=Path, metavar="PAGE", help="fail where a cell is not what PAGE says")
+    add("--replay", type=Path, metavar="PAGE", help="the same, and what PAGE shows is replayed instead of looked for")
     add("--here", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
     if options.here:
         (name,) = options.engine
-        known = None if options.check is None else matrix.read(options.check)[name]
+        known = None if options.replay is None else matrix.read(options.replay).get(name)
         json.dump(matrix.try_engine(name, options.examples, known), sys.stdout)
         return 0
     asked = options.engine or ["all"]
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(matrix.report(name, cells))
     if options.write is not None:
         matrix.write(options.write, found)
-    differences = [] if options.check is None else matrix.compare(matrix.read(options.check), found)
+    page = options.check or options.replay
+    differences = [] if page is None else matrix.compare(matrix.read(page), found)
     for line in (*(f"{name}: not tried, see above" for name in failed), *differences):
         print(line)
     print(f"engines: {len(found)} tried, {len(failed)} failed, {len(differences)} cells other than expected")
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_there(options: argparse.Namespace, name: str) -> dict[str, Any] | None:
     """Try one engine in a process of its own: two versions of a package cannot be in one."""
     words = ["--here", "--engine", name, "--examples", str(options.examples)]
-    words += ["--check", str(options.check)] if options.check is not None else []
+    words += ["--replay", str(options.replay)] if options.replay is not None else []
     path = [entry for entry in sys.path if entry]
     if name in ENGINES and name != "flex-attention":
         package = _package(name)
