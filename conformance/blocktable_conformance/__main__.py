@@ -81,11 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _try_engines(words: Sequence[str]) -> int:
-    missing = [name for name in ("hypothesis", "torch", "triton") if find_spec(name) is None]
-    if missing and "--help" not in words:
-        print(
-            f"--engine needs {', '.join(missing)}: pip install 'blocktable[conformance]' torch triton.", file=sys.stderr
-        )
+    if find_spec("hypothesis") is None:
+        print("--engine needs hypothesis: pip install 'blocktable[conformance]'.", file=sys.stderr)
         return 2
     from blocktable_conformance.engines.__main__ import main as try_engines
 

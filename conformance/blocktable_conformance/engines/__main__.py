@@ -9,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from blocktable_conformance.engines import matrix
-from blocktable_conformance.engines.registry import ENGINES, load
+from blocktable_conformance.engines.registry import ENGINES, package_of
 from blocktable_conformance.engines.wheels import lay_out
 
 
@@ -52,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--engine takes {', '.join(ENGINES)}, all, or package.module:Class; got {unknown[0]!r}.", file=sys.stderr
         )
         return 2
+    engines = set(ENGINES).difference(["blocktable"]).intersection(names)
+    missing = [library for library in ("torch", "triton") if engines and find_spec(library) is None]
+    if missing:
+        print(f"{min(engines)} needs {' and '.join(missing)}: pip install torch triton.", file=sys.stderr)
+        return 2
     with ThreadPoolExecutor(max(1, options.jobs)) as pool:
         found = dict(zip(names, pool.map(lambda name: _run_there(options, name), names), strict=True))
     failed = [name for name, cells in found.items() if cells is None]
@@ -73,11 +79,10 @@ def _run_there(options: argparse.Namespace, name: str) -> dict[str, Any] | None:
     words = ["--here", "--engine", name, "--examples", str(options.examples)]
     words += ["--replay", str(options.replay)] if options.replay is not None else []
     path = [entry for entry in sys.path if entry]
-    if name in ENGINES and name != "flex-attention":
-        package = _package(name)
-        if package is not None:
-            lay_out(package, options.peers / package.folder)
-            path.insert(0, str((options.peers / package.folder).absolute()))
+    package = package_of(name)
+    if package is not None:
+        lay_out(package, options.peers / package.folder)
+        path.insert(0, str((options.peers / package.folder).absolute()))
     done = subprocess.run(
         [sys.executable, "-m", "blocktable_conformance.engines", *words],
         capture_output=True,
@@ -90,10 +95,6 @@ def _run_there(options: argparse.Namespace, name: str) -> dict[str, Any] | None:
         return None
     cells: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return cells
-
-
-def _package(name: str) -> Any:
-    return load(name).package
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import blocktable as bt
-from blocktable_conformance.engines.packages import Package
 
 Rows = list[list[list[int]]]
 """[groups][rows][columns], kernel block ids."""
@@ -91,9 +90,9 @@ class Engine:
 
     Attributes:
         label, version: of the engine.
-        package: where it comes from; None: it is installed.
         features: what its calls can do beside that, names of `FEATURES`.
         block_sizes: that it can have.
+        capacity_block_size: with which a row has no column more than its blocks; None: with each.
         null_block_id: what stands for none in its tables.
         batch_null: what stands for none in its batch tables, where that is another entry; None: it is the same.
         untried: feature that the engine has -> why it cannot be tried on a CPU.
@@ -102,9 +101,9 @@ class Engine:
 
     label: ClassVar[str]
     version: ClassVar[str]
-    package: ClassVar[Package | None] = None
     features: ClassVar[frozenset[str]] = frozenset()
     block_sizes: ClassVar[Sequence[int]] = (1, 2, 3, 4)
+    capacity_block_size: ClassVar[int | None] = None
     null_block_id: ClassVar[int] = 0
     batch_null: ClassVar[int | None] = None
     untried: ClassVar[Mapping[str, str]] = {}

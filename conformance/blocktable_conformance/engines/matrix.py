@@ -10,7 +10,7 @@ from typing import Any
 
 from blocktable_conformance.engines.adapter import Shape, Span
 from blocktable_conformance.engines.play import History
-from blocktable_conformance.engines.registry import ENGINES, load
+from blocktable_conformance.engines.registry import ENGINES, load, package_of
 from blocktable_conformance.engines.trials import TRIALS, Result
 
 Cells = dict[str, Any]
@@ -28,7 +28,7 @@ def try_engine(name: str, examples: int, known: Cells | None) -> Cells:
         examples: histories of each trial.
         known: what is expected. A history that broke a rule is replayed instead of being looked for; None: none is.
     """
-    engine = load(name)
+    engine, package = load(name), package_of(name)
     before = {} if known is None else {(cell["rule"], cell["what"]): cell for cell in known["cells"]}
     cells = []
     for trial in TRIALS:
@@ -41,7 +41,7 @@ def try_engine(name: str, examples: int, known: Cells | None) -> Cells:
     return {
         "label": engine.label,
         "version": engine.version,
-        "package": None if engine.package is None else engine.package.folder,
+        "package": None if package is None else package.folder,
         "examples": examples,
         "notes": dict(engine.notes),
         "cells": cells,
@@ -134,9 +134,12 @@ anew.
 
 
 def write(page: Path, found: Mapping[str, Cells]) -> None:
-    """Write a page, and its data beside it."""
-    page.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    page.write_text(render(found))
+    """Write a page, and its data beside it; what is there of other engines stays."""
+    before = read(page) if page.with_suffix(".json").is_file() else {}
+    everything = {name: {**before, **found}[name] for name in ENGINES if name in before or name in found}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(cells)}" for name, cells in everything.items())
+    page.with_suffix(".json").write_text(f"{{{lines}}}\n")
+    page.write_text(render(everything))
 
 
 def render(found: Mapping[str, Cells]) -> str:
@@ -162,7 +165,7 @@ def render(found: Mapping[str, Cells]) -> str:
         rows.append(f"| {trial.rule} | {trial.what} | {' | '.join(words)} |")
         if broken:
             details += [f"### {trial.rule}: {trial.what}", "", *broken, ""]
-    return HEAD + "\n".join([*rows, "", "## Smallest histories", "", *details]) + FOOT
+    return HEAD + "\n".join([*rows, "", "## Smallest histories", "", *details, ""]) + FOOT
 
 
 def _anchor(rule: str, what: str) -> str:

@@ -21,7 +21,6 @@ class NanoVllm(Engine):
 
     label = "nano-vllm"
     version = f"fork {NANO_VLLM.version}"
-    package = NANO_VLLM
     features = frozenset({"any order", "padding", "whole buffer", "aligned spans"})
     block_sizes = (2, 3, 4)
     null_block_id = -1

@@ -40,7 +40,6 @@ class SGLang(Engine):
 
     label = "SGLang"
     version = SGLANG.version
-    package = SGLANG
     features = frozenset({"any order", "dummies", "dummy slots"})
     block_sizes = (1, 2, 4)
     batch_null = -1

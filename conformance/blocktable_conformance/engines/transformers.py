@@ -40,11 +40,11 @@ class Transformers(Engine):
 
     label = "transformers"
     version = TRANSFORMERS.version
-    package = TRANSFORMERS
     features = frozenset({"any order", "ring", "any id"})
     null_block_id = -1
     notes: ClassVar[dict[str, str]] = {
-        "R13": "A request is given its blocks before it is asked for slots; the list of them ends there."
+        "R7": "Ids are those of its own pool, and are not checked again.",
+        "R13": "A request is given its blocks before it is asked for slots; the list of them ends there.",
     }
 
     def __init__(self, shape: Shape) -> None:

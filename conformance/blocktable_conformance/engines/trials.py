@@ -240,8 +240,13 @@ def _tails(last: str) -> Callable[[Draw, type[Engine]], History]:
     return history
 
 
+def _exact(engine: type[Engine]) -> dict[str, int]:
+    """Return what makes a row as wide as its blocks, for `a_shape`."""
+    return {} if engine.capacity_block_size is None else {"block_size": engine.capacity_block_size}
+
+
 def _over_capacity(draw: Draw, engine: type[Engine]) -> History:
-    shape, taken = a_shape(draw, engine), set[int]()
+    shape, taken = a_shape(draw, engine, **_exact(engine)), set[int]()
     held = draw(st.integers(1, shape.blocks))
     more = shape.blocks - held + draw(st.integers(1, 2))
     first = ("set_row", 0, some_ids(draw, engine, shape, held, taken))
@@ -249,7 +254,7 @@ def _over_capacity(draw: Draw, engine: type[Engine]) -> History:
 
 
 def _second_group_over_capacity(draw: Draw, engine: type[Engine]) -> History:
-    shape, taken = a_shape(draw, engine, groups=2), set[int]()
+    shape, taken = a_shape(draw, engine, groups=2, **_exact(engine)), set[int]()
     ids = some_ids(draw, engine, shape, shape.blocks, taken)
     more = some_ids(draw, engine, shape, 2, taken)
     # The first group has room for one block, the second has none.

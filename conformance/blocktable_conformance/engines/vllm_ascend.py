@@ -12,7 +12,7 @@ import torch
 from blocktable_conformance.engines.adapter import NUM_TOKENS, Shape, Span, flatten
 from blocktable_conformance.engines.cpu import use_the_cpu
 from blocktable_conformance.engines.packages import VLLM_ASCEND
-from blocktable_conformance.engines.vllm_v1 import MORE_ROWS, ProcessGroup, RowTables
+from blocktable_conformance.engines.vllm_v1 import MORE_ROWS, NO_CHECK, ProcessGroup, RowTables
 
 
 class VllmAscend(RowTables):
@@ -20,11 +20,11 @@ class VllmAscend(RowTables):
 
     label = "vllm-ascend"
     version = VLLM_ASCEND.version
-    package = VLLM_ASCEND
     features = RowTables.features | {"split", "capacity"}
     notes: ClassVar[dict[str, str]] = {
         "R4": "A row that was moved away is written again, or cleared, before it is used.",
         "R5": "What follows a row's blocks is not read: attention knows each request's length.",
+        "R7": NO_CHECK,
         "R10.6": "What follows a row's blocks is not read: attention knows each request's length.",
         "R13": "The scheduler gives a request its blocks before it asks for their slots.",
         "R16": "Its slots are int32, as its cache kernels want them.",

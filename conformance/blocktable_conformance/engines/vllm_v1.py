@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from blocktable_conformance.engines.adapter import NUM_TOKENS, Engine, Rows, Shape, Span, as_rows, flatten
-from blocktable_conformance.engines.packages import VLLM
 
 MORE_ROWS = 8
 """Rows after those of a history: a column after a row's last one is still memory of the table."""
+
+NO_CHECK = "Ids are those of the engine's own allocator, and are not checked again."
 
 
 class ProcessGroup:
@@ -86,9 +87,11 @@ class VllmV1(RowTables):
 
     label = "vLLM V1"
     features = RowTables.features | {"slot buffer", "capacity"}
+    capacity_block_size = 128  # smaller ones are rounded up to as many tokens
     notes: ClassVar[dict[str, str]] = {
         "R4": "A row that was moved away is written again, or cleared, before it is used.",
         "R5": "What follows a row's blocks is not read: attention knows each request's length.",
+        "R7": NO_CHECK,
         "R10.6": "What follows a row's blocks is not read: attention knows each request's length.",
         "R13": "The scheduler gives a request its blocks before it asks for their slots.",
     }
@@ -127,7 +130,6 @@ class VllmV1Old(VllmV1):
     """Of 0.25.1, which splits blocks itself."""
 
     version = "0.25.1"
-    package = VLLM[version]
     features = VllmV1.features | {"split"}
 
 
@@ -135,4 +137,3 @@ class VllmV1New(VllmV1):
     """Of 0.33.0."""
 
     version = "0.33.0"
-    package = VLLM[version]

@@ -10,8 +10,7 @@ import torch
 
 from blocktable_conformance.engines.adapter import NUM_TOKENS, Engine, Rows, Shape, Span, as_rows, flatten
 from blocktable_conformance.engines.cpu import use_the_cpu
-from blocktable_conformance.engines.packages import VLLM
-from blocktable_conformance.engines.vllm_v1 import MORE_ROWS, construct
+from blocktable_conformance.engines.vllm_v1 import MORE_ROWS, NO_CHECK, construct
 
 
 class VllmV2(Engine):
@@ -33,6 +32,7 @@ class VllmV2(Engine):
     )
     notes: ClassVar[dict[str, str]] = {
         "R5": "What follows a row's blocks is not read: the gather knows each row's count.",
+        "R7": NO_CHECK,
         "R10.6": "What follows a row's blocks is not read: attention knows each request's length.",
         "R13": "The scheduler gives a request its blocks before it asks for their slots.",
     }
@@ -102,7 +102,6 @@ class VllmV2Old(VllmV2):
     """Of 0.25.1, which splits blocks itself."""
 
     version = "0.25.1"
-    package = VLLM[version]
     features = VllmV2.features | {"split"}
 
 
@@ -110,6 +109,5 @@ class VllmV2New(VllmV2):
     """Of 0.33.0, where a request of -1 is a dummy."""
 
     version = "0.33.0"
-    package = VLLM[version]
     features = (VllmV2.features | {"dummy slots"}) - {"context parallel"}
     untried: ClassVar[dict[str, str]] = {"context parallel": "Triton's interpreter refuses the mask of its kernel"}
