@@ -11,6 +11,9 @@ import blocktable as bt
 Rows = list[list[list[int]]]
 """[groups][rows][columns], kernel block ids."""
 
+AFTER = "a token after the filled columns is PAD"
+"""What a trial is about, for engines' notes."""
+
 NUM_TOKENS = 16
 """Entries of a slot buffer."""
 
@@ -96,7 +99,7 @@ class Engine:
         null_block_id: what stands for none in its tables.
         batch_null: what stands for none in its batch tables, where that is another entry; None: it is the same.
         untried: feature that the engine has -> why it cannot be tried on a CPU.
-        notes: rule -> a neutral sentence about how the engine does without it.
+        notes: rule, or what a trial of one is about -> a neutral sentence about how the engine does without it.
     """
 
     label: ClassVar[str]

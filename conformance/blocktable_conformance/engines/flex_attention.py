@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
-from blocktable_conformance.engines.adapter import Engine, Rows, Shape, Span, as_rows
+from blocktable_conformance.engines.adapter import AFTER, Engine, Rows, Shape, Span, as_rows
 from blocktable_conformance.engines.trials import MAX_ID
 
 
@@ -20,7 +20,7 @@ class FlexAttention(Engine):
     features = frozenset({"any order"})
     null_block_id = -1
     notes: ClassVar[dict[str, str]] = {
-        "R13": "`reserve` is called before `assign`; a page of -1 gives addresses below 0, from the cache's end."
+        AFTER: "`reserve` is called before `assign`; a page of -1 gives addresses below 0, from the cache's end."
     }
 
     def __init__(self, shape: Shape) -> None:

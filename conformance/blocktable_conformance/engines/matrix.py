@@ -177,5 +177,5 @@ def _detail(cells: Cells, cell: Mapping[str, Any]) -> str:
     title = f"- {cells['label']} {cells['version']}: "
     if cell["verdict"] == "not tried":
         return f"{title}{cell['difference']}."
-    note = cells["notes"].get(cell["rule"])
+    note = cells["notes"].get(cell["what"], cells["notes"].get(cell["rule"]))
     return f"{title}`{cell['text']}`; {cell['difference']}." + (f" {note}" if note else "")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from blocktable_conformance.engines.adapter import Engine, Rows, Shape, Span, as_rows
+from blocktable_conformance.engines.adapter import AFTER, Engine, Rows, Shape, Span, as_rows
 from blocktable_conformance.engines.cpu import use_the_cpu
 from blocktable_conformance.engines.packages import NANO_VLLM
 from blocktable_conformance.engines.trials import MAX_ID
@@ -27,7 +27,7 @@ class NanoVllm(Engine):
     notes: ClassVar[dict[str, str]] = {
         "R10.3": "Rows after the batch are not read: their context length is 0.",
         "R10.6": "Rows after the batch are not read: their context length is 0.",
-        "R13": "A sequence is given its blocks before it is asked for slots; the list of them ends there.",
+        AFTER: "A sequence is given its blocks before it is asked for slots; the list of them ends there.",
     }
 
     def __init__(self, shape: Shape) -> None:

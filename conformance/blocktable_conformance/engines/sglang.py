@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from blocktable_conformance.engines.adapter import Engine, Rows, Shape, Span
+from blocktable_conformance.engines.adapter import AFTER, Engine, Rows, Shape, Span
 from blocktable_conformance.engines.packages import SGLANG
 
 POOL = "ReqToTokenPool"
@@ -46,7 +46,7 @@ class SGLang(Engine):
     notes: ClassVar[dict[str, str]] = {
         "R5": "What follows a request's tokens is not read: the batch knows its length.",
         "R10.6": "The attention kernel reads no further than a request's length.",
-        "R13": "The batch asks for slots of tokens that it has.",
+        AFTER: "The batch asks for slots of tokens that it has.",
     }
 
     def __init__(self, shape: Shape) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from blocktable_conformance.engines.adapter import Engine, Rows, Shape, Span, as_rows
+from blocktable_conformance.engines.adapter import AFTER, Engine, Rows, Shape, Span, as_rows
 from blocktable_conformance.engines.packages import TRANSFORMERS
 
 NUM_BLOCKS = 4  # of the cache tensor, which nothing here writes to
@@ -44,7 +44,7 @@ class Transformers(Engine):
     null_block_id = -1
     notes: ClassVar[dict[str, str]] = {
         "R7": "Ids are those of its own pool, and are not checked again.",
-        "R13": "A request is given its blocks before it is asked for slots; the list of them ends there.",
+        AFTER: "A request is given its blocks before it is asked for slots; the list of them ends there.",
     }
 
     def __init__(self, shape: Shape) -> None:

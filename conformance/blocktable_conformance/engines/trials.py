@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample, Unsatisfiable
 
 from blocktable_conformance.engines import play
-from blocktable_conformance.engines.adapter import NUM_TOKENS, Engine, Shape, Span
+from blocktable_conformance.engines.adapter import AFTER, NUM_TOKENS, Engine, Shape, Span
 from blocktable_conformance.engines.play import Call, History, Look
 from blocktable_conformance.oracle import Slot
 
@@ -526,7 +526,7 @@ TRIALS = [
     ),
     Trial(
         "R13",
-        "a token after the filled columns is PAD",
+        AFTER,
         ("set_row", "slots"),
         (),
         _beyond,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from blocktable_conformance.engines.adapter import NUM_TOKENS, Shape, Span, flatten
+from blocktable_conformance.engines.adapter import AFTER, NUM_TOKENS, Shape, Span, flatten
 from blocktable_conformance.engines.cpu import use_the_cpu
 from blocktable_conformance.engines.packages import VLLM_ASCEND
 from blocktable_conformance.engines.vllm_v1 import MORE_ROWS, NO_CHECK, ProcessGroup, RowTables
@@ -26,7 +26,7 @@ class VllmAscend(RowTables):
         "R5": "What follows a row's blocks is not read: attention knows each request's length.",
         "R7": NO_CHECK,
         "R10.6": "What follows a row's blocks is not read: attention knows each request's length.",
-        "R13": "The scheduler gives a request its blocks before it asks for their slots.",
+        AFTER: "The scheduler gives a request its blocks before it asks for their slots.",
         "R16": "Its slots are int32, as its cache kernels want them.",
     }
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from blocktable_conformance.engines.adapter import NUM_TOKENS, Engine, Rows, Shape, Span, as_rows, flatten
+from blocktable_conformance.engines.adapter import AFTER, NUM_TOKENS, Engine, Rows, Shape, Span, as_rows, flatten
 
 MORE_ROWS = 8
 """Rows after those of a history: a column after a row's last one is still memory of the table."""
@@ -93,7 +93,7 @@ class VllmV1(RowTables):
         "R5": "What follows a row's blocks is not read: attention knows each request's length.",
         "R7": NO_CHECK,
         "R10.6": "What follows a row's blocks is not read: attention knows each request's length.",
-        "R13": "The scheduler gives a request its blocks before it asks for their slots.",
+        AFTER: "The scheduler gives a request its blocks before it asks for their slots.",
     }
 
     def __init__(self, shape: Shape) -> None:

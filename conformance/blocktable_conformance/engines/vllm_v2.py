@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from blocktable_conformance.engines.adapter import NUM_TOKENS, Engine, Rows, Shape, Span, as_rows, flatten
+from blocktable_conformance.engines.adapter import AFTER, NUM_TOKENS, Engine, Rows, Shape, Span, as_rows, flatten
 from blocktable_conformance.engines.cpu import use_the_cpu
 from blocktable_conformance.engines.vllm_v1 import MORE_ROWS, NO_CHECK, construct
 
@@ -34,7 +34,7 @@ class VllmV2(Engine):
         "R5": "What follows a row's blocks is not read: the gather knows each row's count.",
         "R7": NO_CHECK,
         "R10.6": "What follows a row's blocks is not read: attention knows each request's length.",
-        "R13": "The scheduler gives a request its blocks before it asks for their slots.",
+        AFTER: "The scheduler gives a request its blocks before it asks for their slots.",
     }
 
     def __init__(self, shape: Shape) -> None:
