@@ -8,6 +8,7 @@ from blocktable.device.driver import Driver, GraphKernel, HostBlock, Kernel, dev
 from blocktable.device.emulation import DeviceArray, EmulatedDriver, EmulatedKernel, EmulatedStreams
 from blocktable.device.graph import KernelArguments
 from blocktable.device.signatures import (
+    CHECK_KERNELS,
     EXPORT_KERNELS,
     FEATURES,
     FUSED_KERNELS,
@@ -23,6 +24,7 @@ from blocktable.device.store import DeviceBuffers, DeviceStore
 from blocktable.streams import address_of, stream_handle
 
 __all__ = [
+    "CHECK_KERNELS",
     "EXPORT_KERNELS",
     "FEATURES",
     "FUSED_KERNELS",

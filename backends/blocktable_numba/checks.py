@@ -1,0 +1,204 @@
+"""What the kernels in Numba look for where the table is checked (CHECKED), and the one that does nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda
+
+from blocktable.check_plan import DEVICE_KINDS, MARKS_START, MAX_RECORDS, RECORD
+from blocktable.device import INT32_MAX
+from blocktable_numba.common import (
+    BLOCK_STAMPS,
+    BLOCKS_PER_KV_BLOCK,
+    CHECKS,
+    HAS_SHARDS,
+    HELD_START,
+    INTERLEAVE_SIZE,
+    LIVES_START,
+    RANK,
+    SLOT_STAMPS,
+    TOKENS_PER_COLUMN,
+    WORLD_SIZE,
+    advance,
+    atomic_add,
+    atomic_exchange,
+    device_function,
+    divide,
+    divide_32,
+)
+
+# Kinds of findings, counted from 1.
+(
+    MISSING_BLOCK,
+    UNSET_ROW,
+    SHARED_BLOCK_WRITTEN,
+    SLOT_WRITTEN_TWICE,
+    POSITION_GAP,
+    BAD_STARTS,
+    NULL_WRITTEN,
+) = range(1, 1 + len(DEVICE_KINDS))
+
+
+@device_function
+def wants(groups, group, kind):
+    """Whether a kind is among a group's."""
+    return (groups[group + CHECKS] >> (kind - 1)) & 1 > 0
+
+
+@device_function
+def note(groups, group, arena, findings, kind, g, row, token, position, entry):
+    """Record a finding; g -1: it is no group's. The host trusts a record that has its number."""
+    number = np.int64(atomic_add(findings, 0, 1))
+    if number < MAX_RECORDS:
+        record = (1 + number) * RECORD
+        findings[record] = kind + 16 * (g + 1)
+        findings[record + 1] = row
+        findings[record + 2] = token
+        findings[record + 3] = position & 0xFFFFFFFF
+        findings[record + 4] = position >> 32
+        findings[record + 5] = entry
+        findings[record + 6] = arena[groups[group + LIVES_START] - 1]
+        cuda.threadfence_system()
+        findings[record + 7] = number + 1
+
+
+@device_function
+def writes_first_token(groups, group, positions, start, token, position, local, offset):
+    """Whether this call writes the first token of a token's block, which lies `offset` tokens before it here."""
+    first = local - offset
+    before = np.int64(offset)
+    if HAS_SHARDS and groups[group + WORLD_SIZE] > 1:
+        interleave_size = groups[group + INTERLEAVE_SIZE]
+        turn = divide(first, interleave_size)
+        place = first - turn * interleave_size
+        before = position - ((turn * groups[group + WORLD_SIZE] + groups[group + RANK]) * interleave_size + place)
+    return before <= token - start and positions[max(token - before, 0)] == position - before
+
+
+@device_function
+def check_block(groups, group, arena, checker, findings, positions, g, row, start, token, position, local, entry):
+    """Look at a token that is about to be written into a block, as of the last commit."""
+    block = divide(entry, groups[group + BLOCKS_PER_KV_BLOCK])
+    is_held = (arena[groups[group + HELD_START] + (block >> 5)] >> (block & 31)) & 1 > 0
+    if groups[group + BLOCK_STAMPS] < 0:
+        if is_held and wants(groups, group, SHARED_BLOCK_WRITTEN):
+            note(groups, group, arena, findings, SHARED_BLOCK_WRITTEN, g, row, token, position, entry)
+    else:
+        life = arena[groups[group + LIVES_START] + row]
+        stamp = groups[group + BLOCK_STAMPS] + block
+        if checker[stamp] != life:
+            writer = atomic_exchange(checker, stamp, life)
+            if is_held and writer != 0 and writer != life:
+                size = groups[group + TOKENS_PER_COLUMN] * groups[group + BLOCKS_PER_KV_BLOCK]
+                offset = local - divide(local, size) * size
+                if not writes_first_token(groups, group, positions, start, token, position, local, offset):
+                    note(groups, group, arena, findings, SHARED_BLOCK_WRITTEN, g, row, token, position, entry)
+
+
+@device_function
+def check_slot(groups, group, arena, checker, findings, g, row, token, position, entry, slot):
+    """Look at a slot that is about to be written."""
+    if groups[group + SLOT_STAMPS] >= 0:
+        call = checker[0]
+        if atomic_exchange(checker, groups[group + SLOT_STAMPS] + slot, call) == call:
+            note(groups, group, arena, findings, SLOT_WRITTEN_TWICE, g, row, token, position, entry)
+
+
+@device_function
+def check_outside(groups, group, arena, findings, g, row, token, position):
+    """Look at a token of a row that has no column for it."""
+    if wants(groups, group, MISSING_BLOCK) and arena[groups[group + LIVES_START] + row] > 0:
+        note(groups, group, arena, findings, MISSING_BLOCK, g, row, token, position, -1)
+
+
+@device_function
+def check_null(groups, group, arena, findings, g, row, token, position, entry):
+    """Look at a token whose block is none."""
+    if wants(groups, group, NULL_WRITTEN):
+        note(groups, group, arena, findings, NULL_WRITTEN, g, row, token, position, entry)
+
+
+@device_function
+def check_positions(groups, arena, positions, max_num_rows, checker, findings, row, start, end):
+    """Look whether the positions of a request go on where those before have ended, and keep where they end."""
+    lives_start = groups[LIVES_START]
+    restart = arena[lives_start + max_num_rows + row]
+    cap = arena[lives_start + 2 * np.int64(max_num_rows) + row]
+    kept = MARKS_START + 2 * np.int64(restart - divide_32(restart, max_num_rows) * max_num_rows)
+    number, mark = checker[kept], np.int64(checker[kept + 1])
+    is_marked = number == restart or (cap >= 0 and number == restart - max_num_rows)
+    if number != restart:
+        mark = min(mark, np.int64(cap))
+    first, last = positions[start], positions[end - 1]
+    gap, at = np.int64(-1), np.int64(start)
+    if is_marked and first > mark:
+        gap = first
+    end_position = last + 1
+    if last - first != end - 1 - start:  # as a tree of drafts
+        token = np.int64(start)
+        while token < end:
+            position = positions[token]
+            end_position = max(end_position, position + 1)
+            if is_marked and gap < 0 and position > mark + (token - start):
+                gap, at = position, token
+            token = advance(token, 1)
+    if gap >= 0 and mark < INT32_MAX:
+        note(groups, 0, arena, findings, POSITION_GAP, -1, row, at, gap, -1)
+    if is_marked:
+        end_position = max(end_position, mark)
+    # step 6: keep where they end
+    checker[kept] = restart
+    checker[kept + 1] = min(max(end_position, 0), INT32_MAX)
+
+
+@device_function
+def check_request(
+    idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, arena, checker, findings, i
+):  # fmt: skip
+    """Look at a request: where its tokens begin, whether its row holds anything, and whether its positions go on."""
+    lives_start = groups[LIVES_START]
+    # Before the first row operation there is nothing to be wrong about.
+    if arena[lives_start] != 0:
+        # step 3: whether its tokens begin and end where they can
+        start, end = query_start_loc[i], query_start_loc[i + 1]
+        is_bad = start > end or (i == 0 and start != 0) or (i == num_reqs - 1 and end > num_positions)
+        stop = min(end, num_positions)
+        if is_bad:
+            if wants(groups, 0, BAD_STARTS):
+                note(groups, 0, arena, findings, BAD_STARTS, -1, i, start, np.int64(end), -1)
+        elif start >= 0 and start < stop and idx_mapping[i] != -1:
+            # step 4: whether its row holds anything
+            row = idx_mapping[i]
+            if row < 0 or row >= max_num_rows or arena[lives_start + max(row, 0)] < 0:
+                if wants(groups, 0, UNSET_ROW):
+                    note(groups, 0, arena, findings, UNSET_ROW, -1, row, start, positions[start], -1)
+            elif wants(groups, 0, POSITION_GAP):
+                # step 5: whether its positions go on where those before have ended
+                check_positions(groups, arena, positions, max_num_rows, checker, findings, row, start, stop)
+
+
+@cuda.jit
+def check_requests(
+    idx_mapping,  # [num_reqs] int32, batch index -> row
+    query_start_loc,  # [num_reqs + 1] int32, first token of each request
+    positions,  # [num_positions] int64, token -> its index in its request
+    num_reqs,
+    num_positions,
+    max_num_rows,
+    groups,  # [num_groups, NUM_FIELDS] int64
+    arena,  # [arena.size] int32
+    checker,  # [checker_size] int32, written
+    findings,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
+):
+    """Begin a call that maps slots: give it a number, and look at its requests."""
+    # step 1: give the call a number
+    if cuda.grid(1) == 0:
+        checker[0] += 1
+    # step 2: which request
+    i = cuda.grid(1)
+    while i < num_reqs:
+        check_request(
+            idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
+            groups, arena, checker, findings, i,
+        )  # fmt: skip
+        i = advance(i, cuda.gridsize(1))
