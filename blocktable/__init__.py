@@ -3,6 +3,8 @@
 `BlockTable` is what an engine uses, `get_backend` finds the kernels behind it, and docs/spec.md holds the rules.
 """
 
+from blocktable.checking import CheckMode
+from blocktable.checking.reasons import SlotReason
 from blocktable.config import GROUP_FIELDS, Arena, BlockTableConfig, KVCacheGroup, row_capacity, row_width
 from blocktable.constants import CAPABILITIES, NULL_BLOCK_ID, PAD_SLOT_ID, PROTOCOL_VERSION
 from blocktable.context_parallel import ContextParallel
@@ -10,6 +12,7 @@ from blocktable.errors import (
     ArgumentError,
     BackendUnavailableError,
     BlockTableError,
+    CheckError,
     ConfigError,
     DtypeError,
     RowCapacityError,
@@ -18,6 +21,7 @@ from blocktable.errors import (
     UnsupportedError,
 )
 from blocktable.exports import Export
+from blocktable.findings import KINDS, CheckKinds, Finding, Severity
 from blocktable.host_path import compiled_step
 from blocktable.inspection import SlotLocation
 from blocktable.layouts import LAYOUTS, Layout, WidthPlan, plan_width
@@ -47,6 +51,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CAPABILITIES",
     "GROUP_FIELDS",
+    "KINDS",
     "LAYOUTS",
     "NULL_BLOCK_ID",
     "PAD_SLOT_ID",
@@ -62,12 +67,16 @@ __all__ = [
     "BlockTable",
     "BlockTableConfig",
     "BlockTableError",
+    "CheckError",
+    "CheckKinds",
+    "CheckMode",
     "ConfigError",
     "ContextParallel",
     "DtypeError",
     "Export",
     "ExportBuffers",
     "ExportingStore",
+    "Finding",
     "GroupMetadata",
     "IntArray",
     "KVCacheGroup",
@@ -78,8 +87,10 @@ __all__ = [
     "PartsExportingStore",
     "RowCapacityError",
     "RowIndexError",
+    "Severity",
     "SlotLocation",
     "SlotMapper",
+    "SlotReason",
     "Step",
     "StepBuffers",
     "StepMetadata",

@@ -45,6 +45,7 @@ class StepPlan:
         prepared: what a `PreparingStore` has made of the form.
         current_stream: says the current stream of the library that made `positions`. None: the table knows.
         has_addresses: whether the arrays that tables are gathered by say their addresses.
+        num_tokens_padded: as given.
 
     Attributes:
         has_padding_rows: whether rows of the table itself are padding: what they hold must be looked at each time.
@@ -53,7 +54,7 @@ class StepPlan:
 
     __slots__ = (
         *("current_stream", "exports", "has_addresses", "has_padding_rows", "num_positions", "num_reqs"),
-        *("num_reqs_padded", "prepared", "step", "wants_tables"),
+        *("num_reqs_padded", "num_tokens_padded", "prepared", "step", "wants_tables"),
     )
 
     def __init__(
@@ -64,6 +65,7 @@ class StepPlan:
         current_stream: Callable[[], int | None] | None,
         *,
         has_addresses: bool,
+        num_tokens_padded: int | None = None,
     ) -> None:
         self.num_reqs: int = batch.num_reqs
         self.num_reqs_padded: int = batch.num_reqs_padded
@@ -74,6 +76,7 @@ class StepPlan:
         self.prepared: Any = prepared
         self.current_stream: Callable[[], int | None] | None = current_stream
         self.has_addresses: bool = has_addresses
+        self.num_tokens_padded: int | None = num_tokens_padded
         self.exports: tuple[PlannedExport, ...] = ()
 
     def batch(self, arrays: Sequence[Array | None], seq_lens: Array | None = None) -> Batch:

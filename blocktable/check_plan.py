@@ -32,6 +32,10 @@ of the position; the table's entry, or -1; the step; and its number, counted fro
 MARKS_START = 8
 """First entry of the marks in a checker's memory. The first entry of all is the number of the last call."""
 
+NOTES = 8
+"""Entries of a row in the notes of a group: the last call in which a kind was found of the row, at the kind's number,
+and at 0 that of a row outside the table. So a call has one finding for each kind, row and group."""
+
 MAX_INT32 = 2**31 - 1
 
 
@@ -68,13 +72,14 @@ class CheckRegions:
         restarts: [num_rows] from here on. Row -> under which number its mark is kept; modulo num_rows it is the mark's
             place.
         caps: [num_rows] from here on. Row -> tokens that the mark under the number before falls to; -1: there is none.
-        held: of each pool, entry of its first 32 blocks: bit b % 32 of entry b // 32 is set where two rows hold block b.
+        held: of each pool, entry of its first 32 blocks: bit b % 32 of entry b // 32 says that two hold block b.
         end: first entry after all of them.
         block_stamps: of each group, entry of the checker's memory: block -> life of the row that wrote it last. -1:
             not kept.
         slot_stamps: of each group, entry of the checker's memory: slot -> last call that wrote it. -1: not kept.
         checker_size: int32 entries of the checker's memory: the number of the last call, then from MARKS_START on
-            [num_rows, 2], place -> number that the mark belongs to, mark; then the stamps.
+            [num_rows, 2], place -> number that the mark belongs to, mark; [num_groups, num_rows, NOTES]; then the
+            stamps.
     """
 
     step: int
@@ -103,7 +108,7 @@ def lay_out_checks(plan: CheckPlan, groups: Sequence[Any], num_rows: int, start:
     for num_blocks in plan.num_blocks:
         held.append(end)
         end += -(-num_blocks // 32)
-    size = MARKS_START + 2 * num_rows
+    size = MARKS_START + (2 + NOTES * len(groups)) * num_rows
     blocks: dict[int, int] = {}
     slots: dict[tuple[int, int], int] = {}
     for index, group in enumerate(groups):
@@ -137,5 +142,9 @@ def lay_out_checks(plan: CheckPlan, groups: Sequence[Any], num_rows: int, start:
 
 
 def empty_records() -> np.ndarray[Any, Any]:
-    """Return memory for a table's records, [(1 + MAX_RECORDS) * RECORD] int32: their number, then from RECORD on each."""
+    """Return memory for a table's records, [(1 + MAX_RECORDS) * RECORD] int32.
+
+    First their number, then how many the host has read; from RECORD on record i at place i % MAX_RECORDS, unless
+    MAX_RECORDS before it were unread.
+    """
     return np.zeros((1 + MAX_RECORDS) * RECORD, np.int32)

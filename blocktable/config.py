@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from blocktable.check_plan import CheckPlan, CheckRegions, lay_out_checks
+from blocktable.check_plan import MARKS_START, NOTES, CheckPlan, CheckRegions, lay_out_checks
 from blocktable.checks import int_array, int_scalar
 from blocktable.constants import NO_NULL_BLOCK, NULL_BLOCK_ID, PAD_SLOT_ID
 from blocktable.context_parallel import ContextParallel
@@ -74,11 +74,13 @@ class KVCacheGroup:
             the null block.
         blocks_per_row: fixed capacity of a row in manager blocks (state groups). None: from `max_model_len`.
         extra_blocks: manager blocks added to the capacity that `max_model_len` gives.
+        pool: name of the blocks that this group's ids count. Groups of one name share their ids, as vLLM's do; None:
+            the group has its own. The checker alone asks for it.
 
     Raises:
         ConfigError: a value is impossible, or two of them clash.
 
-    Rules: R1, R3, R5, R7, R13, R14, R18.
+    Rules: R1, R3, R5, R7, R13, R14, R18, R38.
     """
 
     block_size: int
@@ -93,6 +95,7 @@ class KVCacheGroup:
     pad_slot_id: int = PAD_SLOT_ID
     blocks_per_row: int | None = None
     extra_blocks: int = 0
+    pool: str | None = None
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -131,6 +134,8 @@ class KVCacheGroup:
             raise ConfigError(
                 f'{owner}: a group with slot_mode="cross" has no sliding window; leave sliding_window unset.'
             )
+        if not (self.pool is None or isinstance(self.pool, str)):
+            raise ConfigError(f"{owner}: pool must be a name or None, got {self.pool!r}.")
         self._check_null()
         self._check_pad()
 
@@ -317,6 +322,7 @@ GROUP_FIELDS = (
     "held_start",
     "block_stamps",
     "slot_stamps",
+    "notes_start",
 )
 """What a kernel must know of a group, in the order of `BlockTableConfig.group_fields`."""
 
@@ -336,7 +342,9 @@ class BlockTableConfig:
         slot_dtype: "int64", or "int32" where every slot fits.
         steps_in_flight: commits whose device work may be unfinished before the next one waits (R9.3).
         max_num_rows: rows of the table, apart from those of a batch; either may be more. None: `max_num_reqs`.
-        check_plan: what kernels check; a table with `check="device"` sets it in a copy for its backend.
+        stale_rows: whether rows keep their blocks after their request has ended, until they are set again, as in vLLM's
+            workers. The checker then asks less of a block that two rows hold (R38).
+        check_plan: what kernels check; a table with `check="device"` sets it in a copy.
 
     Attributes:
         num_rows: rows of the table.
@@ -344,7 +352,7 @@ class BlockTableConfig:
     Raises:
         ConfigError: a value is impossible, or two of them clash.
 
-    Rules: R1, R3, R16, R18.
+    Rules: R1, R3, R16, R18, R38.
     """
 
     groups: Sequence[KVCacheGroup]
@@ -357,7 +365,8 @@ class BlockTableConfig:
     slot_dtype: SlotDtype = "int64"
     steps_in_flight: int = 2
     max_num_rows: int | None = None
-    check_plan: CheckPlan | None = field(default=None, repr=False)
+    stale_rows: bool = False
+    check_plan: CheckPlan | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -374,6 +383,8 @@ class BlockTableConfig:
         if self.max_num_rows is not None:
             _normalise_int(self, "max_num_rows", 1, INT32_LIMIT)
         _normalise_int(self, "lookahead_tokens", 0)
+        if not isinstance(self.stale_rows, bool):
+            raise ConfigError(f"{owner}: stale_rows must be a bool, got {self.stale_rows!r}.")
         if not isinstance(self.context_parallel, ContextParallel):
             raise ConfigError(f"{owner}: context_parallel must be a ContextParallel, got {self.context_parallel!r}.")
         if self.slot_dtype not in get_args(SlotDtype):
@@ -554,10 +565,11 @@ class BlockTableConfig:
     def _check_fields(self, group: int) -> tuple[int, ...]:
         plan = self.check_plan
         if plan is None:
-            return 0, 0, 0, -1, -1
+            return 0, 0, 0, -1, -1, 0
         regions, pool = self.check_regions, plan.pools[group]
         held = regions.held[pool] if pool >= 0 else 0
-        return plan.mask(group), regions.lives, held, regions.block_stamps[group], regions.slot_stamps[group]
+        stamps = regions.block_stamps[group], regions.slot_stamps[group]
+        return plan.mask(group), regions.lives, held, *stamps, MARKS_START + (2 + NOTES * group) * self.num_rows
 
     def fingerprint(self) -> str:
         """Return a hex digest of the geometry that two engines must share to exchange blocks.

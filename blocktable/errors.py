@@ -45,12 +45,15 @@ class UnsupportedError(BlockTableError, NotImplementedError):
 
 
 class CheckError(BlockTableError, RuntimeError):
-    """The checker has found a mistake of the engine's (R38).
+    """The checker has found a mistake of the engine's (R38). It can be pickled, as errors that leave a process are.
 
     Attributes:
         finding: the `Finding`.
     """
 
     def __init__(self, message: str, finding: Finding) -> None:
-        super().__init__(message)
+        super().__init__(message, finding)
         self.finding: Finding = finding
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -148,9 +148,15 @@ class ExportCalls(Inspection):
         if planned.buffers is None:
             buffers = self._buffers(out)  # type: ignore[arg-type]
             self._views.require_held(buffers, batch, self._num_commits, found, chosen)
+            if self._checker is not None and not all(self._views.is_own_rows(group, batch) for group in chosen):
+                self._checker.before_export(found, chosen, batch, buffers, handle)
         else:
             check_capacity(self.config, self._rows.committed_filled, batch, planned.buffers)
+            if self._checker is not None:
+                self._checker.before_export(found, chosen, batch, planned.buffers, handle)
         self._run_export(planned, batch, handle)
+        if self._checker is not None:
+            self._checker.after_call()
         return planned.result
 
     def export_host(

@@ -69,6 +69,24 @@ class HostPath(Protocol):
     def one_row(self, name: str, row: Any) -> IntArray:
         """Return a row of the table as [1] int64."""
 
+    def check_blocks(
+        self, rows: IntArray, block_ids: Any, counts: Any, *, is_append: bool
+    ) -> tuple[IntArray, IntArray]:
+        """Do the checks of `append` or `set`, and change nothing.
+
+        Returns:
+            ids: [total] integers. Manager block ids, group after group, row after row.
+            blocks: [num_groups, n] int64. How many of them go to each row of each group.
+        """
+
+    def check_replacement(
+        self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None
+    ) -> tuple[IntArray, IntArray]:
+        """Do the checks of `replace`, and change nothing; return ids [total] int64 and counts [n] int64."""
+
+    def check_mapping(self, group: int, old_ids: Any, new_ids: Any) -> tuple[IntArray, IntArray]:
+        """Do the checks of `remap`, and change nothing; return old and new ids, [n] int64 each."""
+
     def append_row(self, row: Any, block_ids: Any) -> None:
         """Check the row and append; arguments as `BlockTable.append_row`."""
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.checking import Checker
+from blocktable.checking.reasons import SlotReason, slot_reason
 from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, BlockTableError, UnsupportedError
+from blocktable.findings import Finding
 from blocktable.host_path import HostPath
 from blocktable.protocols import Array, Backend, BlockStore, IntArray
 
@@ -49,6 +52,45 @@ class Inspection:
     device: Any
     store: BlockStore
     _rows: HostPath
+    _checker: Checker | None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The first findings of the checker, in order, `MAX_FINDINGS` at most; `num_findings` counts all (R38)."""
+        return () if self._checker is None else tuple(self._checker.findings.kept)
+
+    @property
+    def num_findings(self) -> int:
+        """All findings of the checker so far, those too that are not kept (R38)."""
+        return 0 if self._checker is None else self._checker.findings.count
+
+    def collect_findings(self) -> tuple[Finding, ...]:
+        """Wait for what the device still has to tell, and return the findings: the last line of a test.
+
+        Raises:
+            CheckError: the device tells of one that must be raised.
+
+        Rules: R38.
+        """
+        if self._checker is not None:
+            self._checker.collect()
+        return self.findings
+
+    def why(self, row: int, group: int, position: int) -> SlotReason:
+        """Return why a token would have its slot, or none, with the rows as they are now on the host.
+
+        Args:
+            row: any int; one outside the table is a dummy.
+            group: the group.
+            position: of the token in its request.
+
+        Raises:
+            ArgumentError, DtypeError: there is no such group; no ints.
+
+        Rules: R12, R13.
+        """
+        index, number, place = self._group_index(group), int_scalar("row", row), int_scalar("position", position)
+        return slot_reason(self.config, self._rows.mirror, number, index, place)
 
     def block_ids(self, row: int, group: int) -> IntArray:
         """Return the manager ids that a row holds now, as they were given; a hole has the group's null_block_id.
@@ -177,7 +219,7 @@ class Inspection:
             kernel_block_id,
             offset,
             tuple(
-                (row, column // expansion, _position(self.config, group, column * tokens + offset))
+                (row, column // expansion, position_of(self.config, group, column * tokens + offset))
                 for row, column in zip(found_rows[held].tolist(), columns[held].tolist(), strict=True)
             ),
         )
@@ -195,7 +237,8 @@ class Inspection:
         return index
 
 
-def _position(config: BlockTableConfig, group: int, local: int) -> int:
+def position_of(config: BlockTableConfig, group: int, local: int) -> int:
+    """Return the position of a token that is this rank's `local`-th one in a linear group (R12)."""
     if not config.groups[group].is_sharded:
         return local
     shard = config.context_parallel

@@ -196,6 +196,30 @@ class NumpyRows:
                 self._refuse_ids(group, wrong)
         return ids, cells
 
+    def check_blocks(
+        self, rows: IntArray, block_ids: Any, counts: Any, *, is_append: bool
+    ) -> tuple[IntArray, IntArray]:
+        ids, blocks = self.check_ids(block_ids, counts, rows.size)
+        self._require_capacity(rows, blocks, self.mirror[self._first_filled + rows] if is_append else None)
+        return ids, blocks
+
+    def check_replacement(
+        self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None
+    ) -> tuple[IntArray, IntArray]:
+        ids = self._check_group_ids("block_ids", group, block_ids)
+        blocks = np.array([ids.size]) if counts is None else bounded(counts)
+        if blocks.sum() != ids.size:
+            raise ArgumentError(f"block_ids holds {ids.size} ids, but counts add up to {blocks.sum()}.")
+        held = self.filled[group, rows] // int(self.columns_per_block[group, 0])
+        wrong = np.flatnonzero((starts < 0) | (blocks < 0) | (starts > held - blocks))
+        if wrong.size:
+            i = wrong[0]
+            raise ArgumentError(
+                f"row {rows[i]} of group {group}: {blocks[i]} blocks from {starts[i]} on cannot be replaced; "
+                f"0 <= start <= start + blocks <= {held[i]} (the blocks it holds) must hold. append_row adds blocks."
+            )
+        return ids, blocks
+
     def _check_counts(self, counts: Any, sizes: list[int], num_rows: int) -> IntArray:
         cells = per_group_counts("counts", counts, len(sizes), num_rows)
         if 0 in sizes:  # nothing for a group is nothing, whatever the shared counts say (R8)
@@ -322,24 +346,13 @@ class NumpyRows:
         self._null(first + starts * expansion, (stops - starts) * expansion, self.arena.fillers[group])
 
     def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
-        ids = self._check_group_ids("block_ids", group, block_ids)
-        blocks = np.array([ids.size]) if counts is None else bounded(counts)
-        if blocks.sum() != ids.size:
-            raise ArgumentError(f"block_ids holds {ids.size} ids, but counts add up to {blocks.sum()}.")
+        ids, blocks = self.check_replacement(rows, group, starts, block_ids, counts)
         expansion = int(self.columns_per_block[group, 0])
-        held = self.filled[group, rows] // expansion
-        wrong = np.flatnonzero((starts < 0) | (blocks < 0) | (starts > held - blocks))
-        if wrong.size:
-            i = wrong[0]
-            raise ArgumentError(
-                f"row {rows[i]} of group {group}: {blocks[i]} blocks from {starts[i]} on cannot be replaced; "
-                f"0 <= start <= start + blocks <= {held[i]} (the blocks it holds) must hold. append_row adds blocks."
-            )
         first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
         self._exchange(ranges(first + starts * expansion, blocks * expansion), self._group_kernel_ids(group, ids))
 
     def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
-        old, new = self._check_mapping(group, old_ids, new_ids)
+        old, new = self.check_mapping(group, old_ids, new_ids)
         expansion, filled = int(self.columns_per_block[group, 0]), self.filled[group]
         rows = np.flatnonzero(filled)
         if not (old.size and rows.size):
@@ -357,7 +370,7 @@ class NumpyRows:
         columns = entries[found][:, None] + np.arange(expansion)
         self._exchange(columns.ravel(), self._group_kernel_ids(group, new[place[found]]))
 
-    def _check_mapping(self, group: int, old_ids: Any, new_ids: Any) -> tuple[IntArray, IntArray]:
+    def check_mapping(self, group: int, old_ids: Any, new_ids: Any) -> tuple[IntArray, IntArray]:
         old = int_array("old_ids", [] if old_ids is None else old_ids)
         null = self._null_ids[group]
         if (old == null).any():

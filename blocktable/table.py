@@ -9,10 +9,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
+from blocktable.checking import CheckMode, check_mode, make_checker, plan_checking
 from blocktable.config import BlockTableConfig
-from blocktable.errors import ConfigError, DtypeError
+from blocktable.errors import ConfigError, DtypeError, UnsupportedError
 from blocktable.export_calls import ExportCalls
 from blocktable.exports import ExportSets, check_groups
+from blocktable.findings import CheckKinds, Finding, Findings
 from blocktable.host_path import make_rows
 from blocktable.inputs import Reading, read_each, read_step, torch_modes_off, without_torch_modes
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
@@ -47,11 +49,18 @@ class BlockTable(RowOperations, ExportCalls):
         backend: a name that `get_backend` takes, or a backend object.
         device: what the backend calls a device. None: its default.
         step_path: "fused" or "separate" calls of the backend in `step`; "auto": fused where the backend has it.
+        check: whether to look for the engine's own mistakes: "off"; "host": every call, before it does anything, which
+            costs about as much as the numpy backend's step and waits for device arrays; "device": without a wait. None:
+            what the environment's BLOCKTABLE_CHECK says, else "off".
+        check_kinds: kind of finding -> "raise", "report" or "off", where it differs from `KINDS`; or one such mapping
+            for each group.
+        on_finding: is called with each `Finding`; then none raises, and calls go on.
 
     Attributes:
-        config: as given.
+        config: as given; in device mode with what kernels check (`check_plan`).
         backend: the backend object.
         device: as given.
+        check: the mode.
         store: the backend's memory.
         mapper: the backend's slot mapper.
         buffers: the table's own set of outputs.
@@ -61,7 +70,7 @@ class BlockTable(RowOperations, ExportCalls):
         ConfigError: a value is impossible.
         UnsupportedError: the configuration or `step_path` needs a capability the backend does not declare.
 
-    Rules: R4-R24.
+    Rules: R4-R24, R38-R41.
     """
 
     @without_torch_modes
@@ -72,18 +81,25 @@ class BlockTable(RowOperations, ExportCalls):
         device: Any = None,
         *,
         step_path: StepPath = "auto",
+        check: CheckMode | None = None,
+        check_kinds: CheckKinds | Sequence[CheckKinds] | None = None,
+        on_finding: Callable[[Finding], None] | None = None,
     ) -> None:
         if not isinstance(config, BlockTableConfig):
             raise ConfigError(f"config must be a BlockTableConfig, got {type(config).__name__}.")
         if step_path not in get_args(StepPath):
             raise ConfigError(f"step_path must be one of {get_args(StepPath)}, got {step_path!r}.")
-        self.config = config
+        self.check: CheckMode = check_mode(check)
+        findings = Findings(len(config.groups), check_kinds, on_finding)
+        self.config = config = plan_checking(self.check, config, findings)
         self.backend: Backend = get_backend(backend) if isinstance(backend, str) else check_backend(backend)
         self.device = device
         if config.slot_dtype == "int32":
             self._require("int32_slots", 'slot_dtype="int32"')
         if step_path == "fused":
             self._require("fused_step", 'step_path="fused"')
+        if self.check == "device":
+            self._require("device_checks", 'check="device"')
         self._has_streams = "streams" in self.backend.capabilities
         self._current_stream: Callable[[], int | None] = current_stream_getter(None)  # of who made the last inputs
         self._rows = make_rows(config)
@@ -92,6 +108,9 @@ class BlockTable(RowOperations, ExportCalls):
         self._num_commits = 0  # with changes
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
+        self._checker = make_checker(self.check, config, self.backend, self.store, findings)
+        if self._checker is not None:
+            self._rows = self._checker.watch(self._rows)
         self._views = BufferViews(config, self.store)
         self._exports = ExportSets(config, self.backend, device, self.store)
         self._metadata = MetadataPlans(config)
@@ -99,6 +118,11 @@ class BlockTable(RowOperations, ExportCalls):
         self._lender: Any = self.store if hasattr(self.store, "lend") else None
         can_fuse = self._lender is not None and "fused_step" in self.backend.capabilities
         self._is_fused = can_fuse and step_path != "separate"
+        if step_path == "fused" and not can_fuse:
+            raise UnsupportedError(
+                f'Backend {self.backend.name!r} has no fused step that checks: with check="device" leave step_path '
+                'to "auto", or set it to "separate".'
+            )
         self._prepares = self._is_fused and hasattr(self.store, "prepare_step")
         self.buffers: StepBuffers = self.create_buffers()
         self._own_views = self._views.of(self.buffers)
@@ -122,7 +146,12 @@ class BlockTable(RowOperations, ExportCalls):
 
         Rules: R9, R21, R22, R24.
         """
-        self._commit(self._stream(stream, None))
+        handle = self._stream(stream, None)
+        if self._checker is not None:
+            self._checker.before_commit(handle)
+        self._commit(handle)
+        if self._checker is not None:
+            self._checker.after_call()
 
     def _commit(self, stream: int | None) -> None:
         if self._lender is None:
@@ -176,6 +205,8 @@ class BlockTable(RowOperations, ExportCalls):
         batch = self._checks.batch(idx_mapping, None, None, num_reqs, num_reqs_padded, num_computed_tokens)
         handle = self._stream(stream, idx_mapping)
         if batch.wants_tables:
+            if self._checker is not None:
+                self._checker.before_gather(batch, buffers, handle)
             self.store.gather(batch, buffers, stream=handle)
             views = self._views.of(buffers)
             views.held = batch_key(batch.num_reqs, idx_mapping, num_computed_tokens)
@@ -224,8 +255,12 @@ class BlockTable(RowOperations, ExportCalls):
         buffers = self._buffers(out) if isinstance(out, StepBuffers) or out is None else None
         arrays, returned = self._checks.slot_outputs(batch, buffers, out, chosen, num_tokens_padded, self._views)
         handle = self._stream(stream, positions)
+        if self._checker is not None:
+            self._checker.before_slots(batch, num_tokens_padded, chosen, handle)
         options: Any = {} if chosen is None else {"groups": chosen}  # what most calls of a mapper never see
         self.mapper.compute_slot_mappings(batch, arrays, stream=handle, **options)
+        if self._checker is not None:
+            self._checker.after_call()
         return returned
 
     def step(
@@ -297,6 +332,7 @@ class BlockTable(RowOperations, ExportCalls):
             current_stream,
             has_addresses=(batch.idx_mapping is None or addresses[0] is not None)
             and (batch.num_computed_tokens is None or addresses[1] is not None),
+            num_tokens_padded=num_tokens_padded,
         )
 
     def _run(
@@ -317,6 +353,9 @@ class BlockTable(RowOperations, ExportCalls):
             if plan.current_stream is not None:
                 self._current_stream = plan.current_stream
             handle = self._current_stream()
+        if self._checker is not None:
+            buffers = self.buffers if out is None else out
+            self._checker.before_step(plan.batch(arrays), plan.num_tokens_padded, buffers, handle)
         if self._prepares:  # each call here counts: a steady step is 15 of them
             rows, used = self._rows, 0
             if rows.journal.size:
@@ -339,6 +378,8 @@ class BlockTable(RowOperations, ExportCalls):
             else:
                 views.held = batch_key(plan.num_reqs, arrays[0], arrays[1])
             views.held_commits = self._num_commits
+        if self._checker is not None:
+            self._checker.after_call()
         return handle
 
     def _run_batch(self, batch: Batch, buffers: StepBuffers, stream: int | None) -> None:
@@ -445,7 +486,7 @@ class BlockTable(RowOperations, ExportCalls):
         buffers = self.store.create_buffers()
         dummy, starts, positions, computed = (
             self.backend.from_host(np.array(values, dtype), self.device)
-            for values, dtype in (([-1], np.int32), ([0, 1], np.int32), ([0], np.int64), ([0], np.int32))
+            for values, dtype in (([-1], np.int32), ([0, 0], np.int32), ([0], np.int64), ([0], np.int32))
         )
         for idx_mapping in (dummy, None):
             for num_computed_tokens in (None, computed):
@@ -472,6 +513,9 @@ class BlockTable(RowOperations, ExportCalls):
             for buffers in self._views:
                 self.store.reset_buffers(buffers, stream=stream)
             self._exports.reset(stream)
+            if self.check == "device":
+                store: Any = self.store
+                store.reset_checks(stream=stream)
 
     def _end_commit(self) -> None:
         """Forget what the store has taken; until then it stays pending."""

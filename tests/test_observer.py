@@ -23,6 +23,7 @@ CONFIG = bt.BlockTableConfig(
 BATCH = np.array([0], np.int32), np.array([0, 1], np.int32), np.array([0])
 NOT_OBSERVED = {  # they change no row and write no output of a step
     "block_ids",
+    "collect_findings",
     "common_blocks",
     "device_table",
     "export_host",
@@ -33,6 +34,7 @@ NOT_OBSERVED = {  # they change no row and write no output of a step
     "record",
     "verify",
     "warmup",
+    "why",
 }
 
 

@@ -10,6 +10,7 @@ static const int POSITION_GAP = 5;
 static const int BAD_STARTS = 6;
 static const int NULL_WRITTEN = 7;
 static const int MARKS_START = 8;
+static const int NOTES = 8;
 static const int MAX_RECORDS = 64;
 static const int RECORD = 8;
 static const int INT32_MAX = 2147483647;
@@ -22,14 +23,17 @@ struct Checks {
 
 static __device__ __forceinline__ bool wants(const Group& group, int kind) { return group.checks >> (kind - 1) & 1; }
 
-// Record a finding; group -1: it is no group's. The host trusts a record that has its number.
+// Record a finding, unless this call has noted the like at `place` of the notes; g -1: it is no group's. The host trusts
+// a record that has its number.
 static __device__ void note(
-    const Group& group, const int* arena, const Checks& checks, int kind, int g, int row, int token, int64 position,
-    int64 entry
+    const Group& group, const int* arena, const Checks& checks, int64 place, int kind, int g, int row, int token,
+    int64 position, int64 entry
 ) {
+  int call = checks.checker[0];
+  if (atomicExch(checks.checker + group.notes_start + place, call) == call) return;
   int number = atomicAdd(checks.findings, 1);
-  if (number >= MAX_RECORDS) return;
-  int* record = checks.findings + (1 + number) * RECORD;
+  if (number - *(volatile int*)(checks.findings + 1) >= MAX_RECORDS) return;  // the host has read as many as that
+  int* record = checks.findings + (1 + number % MAX_RECORDS) * RECORD;
   record[0] = kind + 16 * (g + 1);
   record[1] = row;
   record[2] = token;
@@ -63,7 +67,7 @@ static __device__ __forceinline__ void check_block(
   bool is_held = (unsigned)arena[group.held_start + block / 32] >> block % 32 & 1;
   if (group.block_stamps < 0) {
     if (is_held && wants(group, SHARED_BLOCK_WRITTEN))
-      note(group, arena, checks, SHARED_BLOCK_WRITTEN, g, row, token, position, entry);
+      note(group, arena, checks, NOTES * (int64)row + SHARED_BLOCK_WRITTEN, SHARED_BLOCK_WRITTEN, g, row, token, position, entry);
     return;
   }
   int life = arena[group.lives_start + row], *stamp = checks.checker + group.block_stamps + block;
@@ -72,7 +76,7 @@ static __device__ __forceinline__ void check_block(
   if (!is_held || writer == 0 || writer == life) return;
   int64 offset = modulo(local, group.tokens_per_column * group.blocks_per_kv_block);
   if (offset > 0 && !writes_first_token(group, positions, start, token, position, local, offset))
-    note(group, arena, checks, SHARED_BLOCK_WRITTEN, g, row, token, position, entry);
+    note(group, arena, checks, NOTES * (int64)row + SHARED_BLOCK_WRITTEN, SHARED_BLOCK_WRITTEN, g, row, token, position, entry);
 }
 
 // Look at a slot that is about to be written.
@@ -83,25 +87,40 @@ static __device__ __forceinline__ void check_slot(
   if (group.slot_stamps < 0) return;
   int call = checks.checker[0];
   if (atomicExch(checks.checker + group.slot_stamps + slot, call) == call)
-    note(group, arena, checks, SLOT_WRITTEN_TWICE, g, row, token, position, entry);
+    note(group, arena, checks, NOTES * (int64)row + SLOT_WRITTEN_TWICE, SLOT_WRITTEN_TWICE, g, row, token, position, entry);
 }
 
-// Look at a token of a row that has no column for it.
+// Look at a token of this rank whose row has no column for it.
 static __device__ void check_outside(
-    const Group& group, const int* arena, const Checks& checks, int g, int row, int token, int64 position
+    const Group* groups, const int* arena, const Checks& checks, int g, int row, int token, int64 position
 ) {
-  if (wants(group, MISSING_BLOCK) && arena[group.lives_start + row] > 0)
-    note(group, arena, checks, MISSING_BLOCK, g, row, token, position, -1);
+  int life = arena[groups[g].lives_start + row];
+  int64 notes = NOTES * (int64)row;
+  if (life > 0 && wants(groups[g], MISSING_BLOCK))
+    note(groups[g], arena, checks, notes + MISSING_BLOCK, MISSING_BLOCK, g, row, token, position, -1);
+  if (life < 0 && wants(groups[g], UNSET_ROW))
+    note(groups[0], arena, checks, notes + UNSET_ROW, UNSET_ROW, -1, row, token, position, -1);
+}
+
+// Look at a token whose row is outside the table; -1 is what says that there is none.
+static __device__ void check_stranger(
+    const Group* groups, const int* arena, const Checks& checks, int g, int row, int max_num_rows, int token,
+    int64 position
+) {
+  if (row == -1 || arena[groups[g].lives_start] == 0 || !wants(groups[g], UNSET_ROW)) return;
+  if (HAS_SHARDS && groups[g].world_size > 1 && owned_index(groups[g], position) < 0) return;
+  int64 notes = NOTES * (int64)((unsigned)row % (unsigned)max_num_rows);
+  note(groups[0], arena, checks, notes, UNSET_ROW, -1, row, token, position, -1);
 }
 
 // Look at a token whose block is none.
 static __device__ void check_null(
     const Group& group, const int* arena, const Checks& checks, int g, int row, int token, int64 position, int64 entry
 ) {
-  if (wants(group, NULL_WRITTEN)) note(group, arena, checks, NULL_WRITTEN, g, row, token, position, entry);
+  if (wants(group, NULL_WRITTEN)) note(group, arena, checks, NOTES * (int64)row + NULL_WRITTEN, NULL_WRITTEN, g, row, token, position, entry);
 }
 
-// Look at a request: where its tokens begin, whether its row holds anything, and whether its positions go on.
+// Look at a request: where its tokens begin, and whether its positions go on.
 static __device__ __forceinline__ void check_request(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
     int num_reqs, int num_positions, int max_num_rows, const Group* __restrict__ groups, const int* arena,
@@ -112,26 +131,20 @@ static __device__ __forceinline__ void check_request(
   // step 3: whether its tokens begin and end where they can
   int start = query_start_loc[i], end = query_start_loc[i + 1];
   if (start > end || (i == 0 && start != 0) || (i == num_reqs - 1 && end > num_positions)) {
-    if (wants(group, BAD_STARTS)) note(group, arena, checks, BAD_STARTS, -1, i, start, end, -1);
+    if (wants(group, BAD_STARTS)) note(group, arena, checks, BAD_STARTS, BAD_STARTS, -1, i, start, end, -1);
     return;
   }
   end = end > num_positions ? num_positions : end;
   if (start < 0 || start >= end) return;
-  // step 4: whether its row holds anything
-  int row = idx_mapping[i];
-  if (row == -1) return;
-  int64 first = positions[start], last = positions[end - 1];
-  if (row < 0 || row >= max_num_rows || arena[group.lives_start + row] < 0) {
-    if (wants(group, UNSET_ROW)) note(group, arena, checks, UNSET_ROW, -1, row, start, first, -1);
-    return;
-  }
-  // step 5: whether its positions go on where those before have ended
-  if (!wants(group, POSITION_GAP)) return;
+  int row = row_of(idx_mapping, i, num_reqs, max_num_rows);
+  if (row < 0 || arena[group.lives_start + row] < 0 || !wants(group, POSITION_GAP)) return;
+  // step 4: whether its positions go on where those before have ended
   int restart = arena[group.lives_start + max_num_rows + row];
   int cap = arena[group.lives_start + 2 * (int64)max_num_rows + row];
   int* kept = checks.checker + MARKS_START + 2 * (int64)(restart % max_num_rows);
   bool is_marked = kept[0] == restart || (cap >= 0 && kept[0] == restart - max_num_rows);
   int64 mark = kept[0] != restart && cap < kept[1] ? cap : kept[1];
+  int64 first = positions[start], last = positions[end - 1];
   int64 gap = is_marked && first > mark ? first : -1;
   int at = start;
   int64 end_position = last + 1;
@@ -141,9 +154,9 @@ static __device__ __forceinline__ void check_request(
       if (position >= end_position) end_position = position + 1;
       if (is_marked && gap < 0 && position > mark + (token - start)) gap = position, at = token;
     }
-  if (gap >= 0 && mark < INT32_MAX) note(group, arena, checks, POSITION_GAP, -1, row, at, gap, -1);
+  if (gap >= 0 && mark < INT32_MAX) note(group, arena, checks, NOTES * (int64)row + POSITION_GAP, POSITION_GAP, -1, row, at, gap, -1);
   if (is_marked && mark > end_position) end_position = mark;
-  // step 6: keep where they end
+  // step 5: keep where they end
   kept[0] = restart;
   kept[1] = end_position < 0 ? 0 : end_position > INT32_MAX ? INT32_MAX : (int)end_position;
 }

@@ -29,6 +29,7 @@ struct Group {
   int64 held_start;           // entry of the arena with a bit for each of its pool's blocks: two rows hold it
   int64 block_stamps;         // entry of the checker: block -> life of the row that wrote it last; -1: not kept
   int64 slot_stamps;          // entry of the checker: slot -> last call that wrote it; -1: not kept
+  int64 notes_start;          // entry of the checker: [max_num_rows, NOTES], last call with such a finding
 };
 
 // a / b for a >= 0 and b > 0: 64-bit division costs some 70 instructions, and few operands need it.

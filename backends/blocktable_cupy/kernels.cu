@@ -303,7 +303,11 @@ static __device__ __forceinline__ int64 map_token(
     if (HAS_MODES) end = query_start_loc[request + 1];
     if (CHECKED) start = query_start_loc[request < 0 ? 0 : request];
   }
-  if (row < 0 || position < 0) return pad;
+  if (row < 0 || position < 0) {
+    if (CHECKED && row < 0 && request >= 0 && position >= 0)
+      check_stranger(groups, arena, checks, g, idx_mapping[request], max_num_rows, token, position);
+    return pad;
+  }
   int64 columns = arena[(int64)g * max_num_rows + row];
   // step 4: whose token it is, and its index among this rank's tokens
   int64 local = local_index(groups[g], positions, end < num_tokens ? end : num_tokens, columns, position);
@@ -313,7 +317,7 @@ static __device__ __forceinline__ int64 map_token(
   // step 6: which kernel block
   int64 block_id = column < width ? arena[table_start + row * width + column] : 0;
   if (column >= columns) {
-    if (CHECKED) check_outside(groups[g], arena, checks, g, row, token, position);
+    if (CHECKED) check_outside(groups, arena, checks, g, row, token, position);
     return pad;
   }
   bool is_null = CHECKED && is_missing(groups[g], block_id);
@@ -395,7 +399,7 @@ static __device__ __forceinline__ void map_chunk(
       block_start = position[i], block_slot = pad, block_size = 0, is_null = false;
       if (position[i] >= 0) {
         int64 column = column_of(position[i], tokens_per_column, column_shift);
-        if (CHECKED && column >= columns) check_outside(groups[g], arena, checks, g, row, token, position[i]);
+        if (CHECKED && column >= columns) check_outside(groups, arena, checks, g, row, token, position[i]);
         if (column < columns) {
           int64 block_id = table_row[column];
           entry = block_id;

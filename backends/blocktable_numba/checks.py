@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda
 
-from blocktable.check_plan import DEVICE_KINDS, MARKS_START, MAX_RECORDS, RECORD
+from blocktable.check_plan import DEVICE_KINDS, MARKS_START, MAX_RECORDS, NOTES, RECORD
 from blocktable.device import INT32_MAX
 from blocktable_numba.common import (
     BLOCK_STAMPS,
@@ -15,6 +15,7 @@ from blocktable_numba.common import (
     HELD_START,
     INTERLEAVE_SIZE,
     LIVES_START,
+    NOTES_START,
     RANK,
     SLOT_STAMPS,
     TOKENS_PER_COLUMN,
@@ -25,6 +26,7 @@ from blocktable_numba.common import (
     device_function,
     divide,
     divide_32,
+    row_of,
 )
 
 # Kinds of findings, counted from 1.
@@ -46,11 +48,17 @@ def wants(groups, group, kind):
 
 
 @device_function
-def note(groups, group, arena, findings, kind, g, row, token, position, entry):
-    """Record a finding; g -1: it is no group's. The host trusts a record that has its number."""
-    number = np.int64(atomic_add(findings, 0, 1))
-    if number < MAX_RECORDS:
-        record = (1 + number) * RECORD
+def note(groups, group, arena, checker, findings, place, kind, g, row, token, position, entry):
+    """Record a finding, unless this call has noted the like at `place` of the notes; g -1: it is no group's.
+
+    The host trusts a record that has its number.
+    """
+    call = checker[0]
+    number = np.int64(-1)
+    if atomic_exchange(checker, groups[group + NOTES_START] + place, call) != call:
+        number = np.int64(atomic_add(findings, 0, 1))
+    if number >= 0 and number - findings[1] < MAX_RECORDS:
+        record = (1 + number - divide_32(number, MAX_RECORDS) * MAX_RECORDS) * RECORD
         findings[record] = kind + 16 * (g + 1)
         findings[record + 1] = row
         findings[record + 2] = token
@@ -82,7 +90,20 @@ def check_block(groups, group, arena, checker, findings, positions, g, row, star
     is_held = (arena[groups[group + HELD_START] + (block >> 5)] >> (block & 31)) & 1 > 0
     if groups[group + BLOCK_STAMPS] < 0:
         if is_held and wants(groups, group, SHARED_BLOCK_WRITTEN):
-            note(groups, group, arena, findings, SHARED_BLOCK_WRITTEN, g, row, token, position, entry)
+            note(
+                groups,
+                group,
+                arena,
+                checker,
+                findings,
+                NOTES * row + SHARED_BLOCK_WRITTEN,
+                SHARED_BLOCK_WRITTEN,
+                g,
+                row,
+                token,
+                position,
+                entry,
+            )
     else:
         life = arena[groups[group + LIVES_START] + row]
         stamp = groups[group + BLOCK_STAMPS] + block
@@ -92,7 +113,20 @@ def check_block(groups, group, arena, checker, findings, positions, g, row, star
                 size = groups[group + TOKENS_PER_COLUMN] * groups[group + BLOCKS_PER_KV_BLOCK]
                 offset = local - divide(local, size) * size
                 if not writes_first_token(groups, group, positions, start, token, position, local, offset):
-                    note(groups, group, arena, findings, SHARED_BLOCK_WRITTEN, g, row, token, position, entry)
+                    note(
+                        groups,
+                        group,
+                        arena,
+                        checker,
+                        findings,
+                        NOTES * row + SHARED_BLOCK_WRITTEN,
+                        SHARED_BLOCK_WRITTEN,
+                        g,
+                        row,
+                        token,
+                        position,
+                        entry,
+                    )
 
 
 @device_function
@@ -101,21 +135,65 @@ def check_slot(groups, group, arena, checker, findings, g, row, token, position,
     if groups[group + SLOT_STAMPS] >= 0:
         call = checker[0]
         if atomic_exchange(checker, groups[group + SLOT_STAMPS] + slot, call) == call:
-            note(groups, group, arena, findings, SLOT_WRITTEN_TWICE, g, row, token, position, entry)
+            note(
+                groups,
+                group,
+                arena,
+                checker,
+                findings,
+                NOTES * row + SLOT_WRITTEN_TWICE,
+                SLOT_WRITTEN_TWICE,
+                g,
+                row,
+                token,
+                position,
+                entry,
+            )
 
 
 @device_function
-def check_outside(groups, group, arena, findings, g, row, token, position):
-    """Look at a token of a row that has no column for it."""
-    if wants(groups, group, MISSING_BLOCK) and arena[groups[group + LIVES_START] + row] > 0:
-        note(groups, group, arena, findings, MISSING_BLOCK, g, row, token, position, -1)
+def check_outside(groups, group, arena, checker, findings, g, row, token, position):
+    """Look at a token of this rank whose row has no column for it."""
+    life = arena[groups[group + LIVES_START] + row]
+    place = NOTES * np.int64(row)
+    if life > 0 and wants(groups, group, MISSING_BLOCK):
+        place += MISSING_BLOCK
+        note(groups, group, arena, checker, findings, place, MISSING_BLOCK, g, row, token, position, -1)
+    if life < 0 and wants(groups, group, UNSET_ROW):
+        note(groups, 0, arena, checker, findings, place + UNSET_ROW, UNSET_ROW, -1, row, token, position, -1)
 
 
 @device_function
-def check_null(groups, group, arena, findings, g, row, token, position, entry):
+def check_stranger(groups, group, arena, checker, findings, row, max_num_rows, token, position):
+    """Look at a token whose row is outside the table; -1 is what says that there is none."""
+    is_mine = row != -1 and arena[groups[group + LIVES_START]] != 0 and wants(groups, group, UNSET_ROW)
+    if HAS_SHARDS and is_mine and groups[group + WORLD_SIZE] > 1:
+        turn = divide(position, groups[group + INTERLEAVE_SIZE])
+        is_mine = turn - divide(turn, groups[group + WORLD_SIZE]) * groups[group + WORLD_SIZE] == groups[group + RANK]
+    if is_mine:
+        unsigned = np.int64(row) & 0xFFFFFFFF
+        place = NOTES * (unsigned - divide_32(unsigned, max_num_rows) * max_num_rows)
+        note(groups, 0, arena, checker, findings, place, UNSET_ROW, -1, row, token, position, -1)
+
+
+@device_function
+def check_null(groups, group, arena, checker, findings, g, row, token, position, entry):
     """Look at a token whose block is none."""
     if wants(groups, group, NULL_WRITTEN):
-        note(groups, group, arena, findings, NULL_WRITTEN, g, row, token, position, entry)
+        note(
+            groups,
+            group,
+            arena,
+            checker,
+            findings,
+            NOTES * row + NULL_WRITTEN,
+            NULL_WRITTEN,
+            g,
+            row,
+            token,
+            position,
+            entry,
+        )
 
 
 @device_function
@@ -143,10 +221,10 @@ def check_positions(groups, arena, positions, max_num_rows, checker, findings, r
                 gap, at = position, token
             token = advance(token, 1)
     if gap >= 0 and mark < INT32_MAX:
-        note(groups, 0, arena, findings, POSITION_GAP, -1, row, at, gap, -1)
+        note(groups, 0, arena, checker, findings, NOTES * row + POSITION_GAP, POSITION_GAP, -1, row, at, gap, -1)
     if is_marked:
         end_position = max(end_position, mark)
-    # step 6: keep where they end
+    # step 5: keep where they end
     checker[kept] = restart
     checker[kept + 1] = min(max(end_position, 0), INT32_MAX)
 
@@ -155,7 +233,7 @@ def check_positions(groups, arena, positions, max_num_rows, checker, findings, r
 def check_request(
     idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, arena, checker, findings, i
 ):  # fmt: skip
-    """Look at a request: where its tokens begin, whether its row holds anything, and whether its positions go on."""
+    """Look at a request: where its tokens begin, and whether its positions go on."""
     lives_start = groups[LIVES_START]
     # Before the first row operation there is nothing to be wrong about.
     if arena[lives_start] != 0:
@@ -165,15 +243,12 @@ def check_request(
         stop = min(end, num_positions)
         if is_bad:
             if wants(groups, 0, BAD_STARTS):
-                note(groups, 0, arena, findings, BAD_STARTS, -1, i, start, np.int64(end), -1)
-        elif start >= 0 and start < stop and idx_mapping[i] != -1:
-            # step 4: whether its row holds anything
-            row = idx_mapping[i]
-            if row < 0 or row >= max_num_rows or arena[lives_start + max(row, 0)] < 0:
-                if wants(groups, 0, UNSET_ROW):
-                    note(groups, 0, arena, findings, UNSET_ROW, -1, row, start, positions[start], -1)
-            elif wants(groups, 0, POSITION_GAP):
-                # step 5: whether its positions go on where those before have ended
+                note(groups, 0, arena, checker, findings, BAD_STARTS, BAD_STARTS, -1, i, start, np.int64(end), -1)
+        else:
+            row = row_of(idx_mapping, i, num_reqs, max_num_rows)
+            is_asked = start >= 0 and start < stop and row >= 0 and wants(groups, 0, POSITION_GAP)
+            if is_asked and arena[lives_start + max(row, 0)] >= 0:
+                # step 4: whether its positions go on where those before have ended
                 check_positions(groups, arena, positions, max_num_rows, checker, findings, row, start, stop)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda
 
-from blocktable_numba.checks import check_block, check_null, check_outside, check_request, check_slot
+from blocktable_numba.checks import check_block, check_null, check_outside, check_request, check_slot, check_stranger
 from blocktable_numba.common import (
     BATCH_START,
     BLOCKS_PER_KV_BLOCK,
@@ -298,7 +298,10 @@ def map_token(
             end = query_start_loc[request + 1]
         if CHECKED:
             start = query_start_loc[max(request, 0)]
-    is_valid = is_valid & (row >= 0) & (row < max_num_rows) & (position >= 0)
+    is_row = (row >= 0) & (row < max_num_rows)
+    if CHECKED and is_valid and not is_row and request >= 0 and position >= 0:
+        check_stranger(groups, group, arena, checker, findings, row, max_num_rows, token, position)
+    is_valid = is_valid & is_row & (position >= 0)
     columns = arena[np.int64(g) * max_num_rows + row] if is_valid else 0
     local = position if is_valid else np.int64(0)
     # step 4: whose token it is, and its index among this rank's tokens
@@ -315,11 +318,11 @@ def map_token(
     is_entry = is_valid & (column < width)
     block_id = np.int64(arena[table_start + row * width + column] if is_entry else 0)
     if CHECKED and is_valid and column >= columns:
-        check_outside(groups, group, arena, findings, g, row, token, position)
+        check_outside(groups, group, arena, checker, findings, g, row, token, position)
     is_valid = is_valid & (column < columns)
     if CHECKED and is_valid:
         if is_missing(block_id, null_start, blocks_per_kv_block):
-            check_null(groups, group, arena, findings, g, row, token, position, block_id)
+            check_null(groups, group, arena, checker, findings, g, row, token, position, block_id)
         else:
             check_block(
                 groups, group, arena, checker, findings, positions, g, row, start, token, position, local, block_id

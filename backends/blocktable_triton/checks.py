@@ -9,6 +9,7 @@ import triton.language as tl
 from blocktable.check_plan import DEVICE_KINDS
 from blocktable.check_plan import MARKS_START as _MARKS_START
 from blocktable.check_plan import MAX_RECORDS as _MAX_RECORDS
+from blocktable.check_plan import NOTES as _NOTES
 from blocktable.check_plan import RECORD as _RECORD
 from blocktable_triton.common import (
     BLOCK_STAMPS,
@@ -19,6 +20,7 @@ from blocktable_triton.common import (
     INT32_MAX,
     INTERLEAVE_SIZE,
     LIVES_START,
+    NOTES_START,
     NULL_START,
     RANK,
     SLOT_STAMPS,
@@ -41,6 +43,7 @@ from blocktable_triton.common import (
     NULL_WRITTEN,
 ) = (tl.constexpr(1 + index) for index in range(len(DEVICE_KINDS)))
 MARKS_START = tl.constexpr(_MARKS_START)
+NOTES = tl.constexpr(_NOTES)
 MAX_RECORDS = tl.constexpr(_MAX_RECORDS)
 RECORD = tl.constexpr(_RECORD)
 
@@ -52,14 +55,21 @@ def _wants(kinds, KIND: tl.constexpr):
 
 
 @triton.jit
-def _note(checks, step, kind, g, row, token, position, entry):
-    """Record a finding of each lane whose kind is not 0; g -1: it is no group's. All but step and g: [n]."""
-    _, finding_ptr = checks
+def _note(checks, note_ptr, step, kind, g, row, token, position, entry):
+    """Record a finding of each lane whose kind is not 0, unless this call has noted the like at note_ptr.
+
+    All but step: [n]; g -1: it is no group's.
+    """
+    checker_ptr, finding_ptr = checks
     is_found = kind > 0
     if tl.max(kind, 0) > 0:
+        call = tl.load(checker_ptr)
+        before = tl.atomic_xchg(note_ptr, kind * 0 + call, mask=is_found)
+        is_found = is_found & (before != call)
         number = tl.atomic_add(finding_ptr + kind * 0, kind * 0 + 1, mask=is_found)
-        is_kept = is_found & (number < MAX_RECORDS)
-        record = finding_ptr + (tl.where(is_kept, number, 0) + 1) * RECORD
+        num_read = tl.load(finding_ptr + 1, volatile=True)
+        is_kept = is_found & (number - num_read < MAX_RECORDS)
+        record = finding_ptr + (tl.where(is_kept, number, 0) % MAX_RECORDS + 1) * RECORD
         tl.store(record, kind + 16 * (g + 1), mask=is_kept)
         tl.store(record + 1, row, mask=is_kept)
         tl.store(record + 2, token, mask=is_kept)
@@ -75,7 +85,7 @@ def _note(checks, step, kind, g, row, token, position, entry):
 def _writes_first_token(
     group_ptr, start, position_ptr, token, position, local, offset, is_asked, FEATURES: tl.constexpr
 ):
-    """Whether this call writes the first token of a token's block, which lies `offset` tokens before it on this rank."""
+    """Whether this call writes the first token of a token's block, which lies `offset` tokens before it here."""
     first = local - offset
     before = offset.to(tl.int64)
     if HAS_SHARDS & FEATURES:
@@ -91,8 +101,8 @@ def _writes_first_token(
 @triton.jit
 def _check_tokens(written, request, row, tokens, group_ptr, arena_ptr, FEATURES: tl.constexpr):
     """Look at tokens that are about to be written, as of the last commit, and at those that have no column."""
-    position, local, block_id, slot, is_inside, is_outside = written
-    start_ptr, position_ptr, _, token, g, checks = tokens
+    position, local, block_id, slot, is_inside, is_outside, is_stranger = written
+    start_ptr, position_ptr, _, token, g, checks, idx_mapping, groups_ptr, max_num_rows = tokens
     checker_ptr, _ = checks
     kinds, lives_start = tl.load(group_ptr + CHECKS), tl.load(group_ptr + LIVES_START)
     blocks_per_kv_block, block_stamps = tl.load(group_ptr + BLOCKS_PER_KV_BLOCK), tl.load(group_ptr + BLOCK_STAMPS)
@@ -124,19 +134,33 @@ def _check_tokens(written, request, row, tokens, group_ptr, arena_ptr, FEATURES:
     kind = tl.where(is_outside & (life > 0) & _wants(kinds, MISSING_BLOCK), MISSING_BLOCK, 0)
     kind = tl.where(is_null & _wants(kinds, NULL_WRITTEN), NULL_WRITTEN, kind)
     kind = tl.where(is_shared & _wants(kinds, SHARED_BLOCK_WRITTEN), SHARED_BLOCK_WRITTEN, kind)
+    is_unset = is_outside & (life < 0)
+    place = row.to(tl.int64) * NOTES
+    if tl.max(is_stranger.to(tl.int32), 0) > 0:  # -1 is what says that there is no row
+        raw = tl.load(_pointer(idx_mapping, tl.int32) + token * 0 + request, mask=is_stranger, other=-1)
+        is_stranger = (raw != -1) & (token * 0 + tl.load(arena_ptr + lives_start) != 0)
+        row = tl.where(is_stranger, raw, row)
+        place = tl.where(is_stranger, (raw.to(tl.uint32) % max_num_rows.to(tl.uint32)).to(tl.int64) * NOTES, place)
+        is_unset = is_unset | is_stranger
+    is_unset = is_unset & _wants(kinds, UNSET_ROW)
+    kind = tl.where(is_unset, UNSET_ROW, kind)
     entry = tl.where(is_inside, block_id, -1)
-    _note(checks, step, kind, g, row, token, position, entry)
+    note_ptr = checker_ptr + tl.load(group_ptr + NOTES_START) + place
+    note_ptr = tl.where(is_unset, checker_ptr + tl.load(groups_ptr + NOTES_START) + place, note_ptr)
+    kind_place = tl.where(is_stranger, 0, kind)
+    group_index = token * 0 + g
+    _note(checks, note_ptr + kind_place, step, kind, tl.where(is_unset, -1, group_index), row, token, position, entry)
     if slot_stamps >= 0:
         call = tl.load(checker_ptr)
         stamp_ptr = checker_ptr + slot_stamps + tl.where(is_written, slot, 0)
         before = tl.atomic_xchg(stamp_ptr, token * 0 + call, mask=is_written)
         kind = tl.where(is_written & (before == call), SLOT_WRITTEN_TWICE, 0)
-        _note(checks, step, kind, g, row, token, position, entry)
+        _note(checks, note_ptr + kind, step, kind, group_index, row, token, position, entry)
 
 
 @triton.jit
 def _check_requests(inputs, group_ptr, arena_ptr, checks, first, TILE: tl.constexpr):
-    """Look at TILE requests: where their tokens begin, whether their rows hold anything, whether positions go on."""
+    """Look at TILE requests: where their tokens begin, and whether their positions go on."""
     idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, _ = inputs
     start_ptr, position_ptr = _pointer(query_start_loc, tl.int32), _pointer(positions, tl.int64)
     checker_ptr, _ = checks
@@ -154,19 +178,15 @@ def _check_requests(inputs, group_ptr, arena_ptr, checks, first, TILE: tl.conste
     kind = tl.where(is_bad & _wants(wanted, BAD_STARTS), BAD_STARTS, 0)
     stop = tl.minimum(end, num_positions)
     has_tokens = is_request & (is_bad == 0) & (start >= 0) & (start < stop)
-    # step 4: whether its row holds anything
     row = tl.load(_pointer(idx_mapping, tl.int32) + i, mask=has_tokens, other=-1)
-    has_row = row != -1
-    first_position = tl.load(position_ptr + start, mask=has_row, other=0)
-    last_position = tl.load(position_ptr + stop - 1, mask=has_row, other=0)
-    is_row = has_row & (row >= 0) & (row < max_num_rows)
-    is_set = tl.load(arena_ptr + lives_start + row, mask=is_row, other=-1) >= 0
-    kind = tl.where(has_row & (is_set == 0) & _wants(wanted, UNSET_ROW), UNSET_ROW, kind)
+    is_row = (row >= 0) & (row < max_num_rows)
+    is_asked = is_row & (tl.load(arena_ptr + lives_start + row, mask=is_row, other=-1) >= 0)
+    first_position = tl.load(position_ptr + start, mask=is_asked, other=0)
+    last_position = tl.load(position_ptr + stop - 1, mask=is_asked, other=0)
     token = start
     position = tl.where(is_bad, end.to(tl.int64), first_position)
-    # step 5: whether its positions go on where those before have ended
+    # step 4: whether its positions go on where those before have ended
     if _wants(kinds, POSITION_GAP):
-        is_asked = is_row & is_set
         restart_ptr = arena_ptr + lives_start + max_num_rows
         restart = tl.load(restart_ptr + row, mask=is_asked, other=0)
         cap = tl.load(restart_ptr + max_num_rows + row, mask=is_asked, other=-1)
@@ -191,10 +211,12 @@ def _check_requests(inputs, group_ptr, arena_ptr, checks, first, TILE: tl.conste
             j += 1
         kind = tl.where(is_gap & (mark < INT32_MAX), POSITION_GAP, kind)
         end_position = tl.where(is_marked, tl.maximum(end_position, mark), end_position)
-        # step 6: keep where they end
+        # step 5: keep where they end
         tl.store(kept_ptr, restart, mask=is_asked)
         tl.store(kept_ptr + 1, tl.minimum(tl.maximum(end_position, 0), INT32_MAX).to(tl.int32), mask=is_asked)
-    _note(checks, step, kind, -1, tl.where(is_bad, i, row), token, position, token * 0 - 1)
+    none = token * 0 - 1
+    note_ptr = checker_ptr + tl.load(group_ptr + NOTES_START) + tl.where(is_bad, 0, row.to(tl.int64) * NOTES) + kind
+    _note(checks, note_ptr, step, kind, none, tl.where(is_bad, i, row), token, position, none)
 
 
 @_jit

@@ -45,6 +45,7 @@ LIVES_START = tl.constexpr(GROUP_FIELDS.index("lives_start"))
 HELD_START = tl.constexpr(GROUP_FIELDS.index("held_start"))
 BLOCK_STAMPS = tl.constexpr(GROUP_FIELDS.index("block_stamps"))
 SLOT_STAMPS = tl.constexpr(GROUP_FIELDS.index("slot_stamps"))
+NOTES_START = tl.constexpr(GROUP_FIELDS.index("notes_start"))
 NUM_FIELDS = tl.constexpr(len(GROUP_FIELDS))
 
 

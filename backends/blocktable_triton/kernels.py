@@ -311,7 +311,7 @@ def _slots_in(position, request, row, tokens, table, FEATURES: tl.constexpr):
         if slot_mode == SLOT_MODE_RING:
             ring = columns.to(tl.int64) * tokens_per_column
             if tokens is not None:
-                start_ptr, position_ptr, num_tokens, _, _, _ = tokens
+                start_ptr, position_ptr, num_tokens, _, _, _, _, _, _ = tokens
                 end = tl.minimum(tl.load(start_ptr + request + 1, mask=row >= 0, other=0), num_tokens)
                 last_position = tl.load(position_ptr + end - 1, mask=end > 0, other=0)
                 # Of a request's tokens that share a place the last one is written (R14).
@@ -327,7 +327,7 @@ def _slots_in(position, request, row, tokens, table, FEATURES: tl.constexpr):
     table_row = arena_ptr + table_start + width * row
     num_entries = tl.where(row >= 0, width, 0)
     block_id = tl.load(table_row + column, mask=is_valid & (column < num_entries), other=0).to(tl.int64)
-    is_outside = is_valid & (column * 0 + row >= 0) & (column >= columns)
+    is_mine = is_valid
     is_valid = is_valid & (column < columns)
     is_inside = is_valid
     if HAS_NULL_PADS & FEATURES:
@@ -336,7 +336,10 @@ def _slots_in(position, request, row, tokens, table, FEATURES: tl.constexpr):
         is_valid = is_valid & ((tl.load(group_ptr + NULL_IS_PAD) == 0) | (is_null == 0))
     slot = block_id * tokens_per_column.to(tl.int64) + (local - column * tokens_per_column)
     if (CHECKED & FEATURES) and tokens is not None:
-        written = (position, local, block_id, slot, is_inside, is_outside)
+        has_row = column * 0 + row >= 0
+        is_outside = is_mine & has_row & (column >= columns)
+        is_stranger = is_mine & (has_row == 0) & (column * 0 + request >= 0)
+        written = (position, local, block_id, slot, is_inside, is_outside, is_stranger)
         _check_tokens(written, request, row, tokens, group_ptr, arena_ptr, FEATURES)
     return tl.where(is_valid, slot, pad_slot_id)
 
@@ -376,7 +379,17 @@ def _map_tile(
     if HAS_MODES & FEATURES:
         is_valid = lane < tl.where(slot_mode == SLOT_MODE_NONE, 0, num_tokens - first)
     position = tl.where(is_valid, position, -1)
-    tokens = (start_ptr, position_ptr, num_tokens, token, g, checks)
+    tokens = (
+        start_ptr,
+        position_ptr,
+        num_tokens,
+        token,
+        g,
+        checks,
+        idx_mapping,
+        group_ptr - g * NUM_FIELDS,
+        max_num_rows,
+    )
     # step 3: which request and row
     if IS_LONG:
         last = tl.minimum(num_tokens - first, TILE) - 1 + first

@@ -117,8 +117,12 @@ class FusedStep:
         launches, (tables, slots) = self._launches, self._memory
         inputs, num_slots = launches.inputs(addresses), launches.num_slots
         gather = launches.gather(inputs, batch, tables) if batch.wants_tables else []
-        return gather + launches.check_requests(inputs, batch) + launches.map_slots(
-            *(inputs, batch, slots, num_slots, num_slots), groups=launches.all_groups, is_named=False
+        return (
+            gather
+            + launches.check_requests(inputs, batch)
+            + launches.map_slots(
+                *(inputs, batch, slots, num_slots, num_slots), groups=launches.all_groups, is_named=False
+            )
         )
 
     def run(self, prepared: PreparedStep, block: HostBlock | None, used: int, stream: int) -> int | None:

@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import ArgumentError, BlockTableConfig, BlockTableError, StepBuffers
+from blocktable import ArgumentError, BlockTableConfig, BlockTableError, Finding, StepBuffers
 from blocktable_conformance.asserts import check, check_array, check_slots, check_table, fail, joined
 from blocktable_conformance.oracle import OracleTable, Refused, Slot, Table
+from blocktable_conformance.oracle_findings import COMPARED, expected_findings, summary
 from blocktable_conformance.subject import HostArray, Subject, address
 
 RULES_OF_REFUSALS = {"RowCapacityError": "R6", "RowIndexError": "R7", "DtypeError": "R7", "ArgumentError": "R4, R7"}
+
+
+ONTO_ITSELF = ("move_row", "swap_rows", "copy_row")
+"""Operations that are none where both rows are one."""
 
 
 @dataclass
@@ -84,16 +89,25 @@ class Pair:
 
     Every method does the same to both and compares all that may be compared at no cost in launches.
 
+    Args:
+        subject: the backend under test.
+        config: the geometry.
+        is_checked: whether the table is checked in host mode; then each step's findings are compared, too.
+
     Attributes:
         table: the table of the backend under test.
         oracle: what it must be.
         outputs: every set of buffers, the table's own first.
+        findings: of the checker, in order; nothing is raised.
     """
 
-    def __init__(self, subject: Subject, config: BlockTableConfig) -> None:
+    def __init__(self, subject: Subject, config: BlockTableConfig, *, is_checked: bool = False) -> None:
         self.subject = subject
         self.config = config
-        self.table = subject.table(config)
+        self.findings: list[Finding] = []
+        options: dict[str, Any] = {"check": "host", "on_finding": self.findings.append} if is_checked else {}
+        self.table = subject.table(config, **options)
+        self._is_checked, self._is_used = is_checked, False
         self.oracle = OracleTable(config)
         self.outputs = [self._fresh(self.table.buffers)]
 
@@ -119,6 +133,7 @@ class Pair:
         raised = self._raised_by_table(operation, args)
         call = f"{operation}{args!r}"
         if refused is None:
+            self._is_used |= operation not in ONTO_ITSELF or args[0] != args[1]
             if raised is not None:
                 fail("R4, R6", f"{call} must be accepted, but raised {type(raised).__name__}: {raised}")
         else:
@@ -282,6 +297,7 @@ class Pair:
         outputs: int = 0,
     ) -> list[HostArray]:
         """Compute slot mappings on both; check the whole buffers and the views."""
+        before = len(self.findings)
         returned = self.table.compute_slot_mappings(
             self._int32(idx_mapping),
             self._int32(query_start_loc),
@@ -290,6 +306,7 @@ class Pair:
             num_tokens_padded=num_tokens_padded,
             out=self.outputs[outputs].buffers if outputs else None,
         )
+        self._check_findings(before, idx_mapping, query_start_loc, positions, num_tokens_padded, groups)
         self._expect_slots(idx_mapping, query_start_loc, positions, outputs, groups)
         num_returned = len(positions) if num_tokens_padded is None else num_tokens_padded
         views = self._check_slot_views(returned, num_returned, outputs, groups)
@@ -308,6 +325,7 @@ class Pair:
         outputs: int = 0,
     ) -> Seen:
         """Do a whole step on both; check the device, the whole buffers and the views."""
+        before = len(self.findings)
         step = self.table.step(
             self._int32(idx_mapping),
             self._int32(query_start_loc),
@@ -318,6 +336,7 @@ class Pair:
             out=self.outputs[outputs].buffers if outputs else None,
         )
         self.oracle.commit()
+        self._check_findings(before, idx_mapping, query_start_loc, positions, num_tokens_padded)
         self.check_device()
         requests = len(query_start_loc) - 1
         padded = requests if num_reqs_padded is None else num_reqs_padded
@@ -384,6 +403,37 @@ class Pair:
         return tables, slots
 
     # Parts.
+
+    def _check_findings(
+        self,
+        before: int,
+        idx_mapping: Sequence[int] | None,
+        query_start_loc: Sequence[int],
+        positions: Sequence[int],
+        num_tokens_padded: int | None,
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        """Compare what was found in the last call; before: findings until then."""
+        if not self._is_checked:
+            return
+        mapping = range(len(query_start_loc) - 1) if idx_mapping is None else idx_mapping
+        is_on_host = type(self._int32([0])) is np.ndarray
+        expected = (
+            expected_findings(
+                self.oracle, mapping, query_start_loc, positions, num_tokens_padded, groups, is_on_host=is_on_host
+            )
+            if self._is_used
+            else []
+        )
+        # In groups with a window who wrote last counts as well.
+        with_windows = [g for g in self._groups() if self.oracle.shapes[g].sliding_window is not None]
+        got = sorted(
+            summary(finding)
+            for finding in self.findings[before:]
+            if finding.kind in COMPARED
+            and not (finding.kind == "shared_block_written" and finding.group in with_windows)
+        )
+        check(got == sorted(expected), "R40", f"the checker must find {sorted(expected)}, got {got}.")
 
     def _groups(self) -> range:
         return range(len(self.config.groups))

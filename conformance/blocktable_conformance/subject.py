@@ -166,11 +166,11 @@ class Subject:
         """Say whether the backend declares a capability."""
         return capability in self.backend.capabilities
 
-    def table(self, config: BlockTableConfig) -> BlockTable:
-        """Return a new table over the watched backend."""
+    def table(self, config: BlockTableConfig, **options: Any) -> BlockTable:
+        """Return a new table over the watched backend. options: how it is checked (R38); left out, it is not."""
         watched: Any = WatchedBackend(self.backend, self.watch)
         path: Any = self.step_path
-        return BlockTable(config, watched, step_path=path)
+        return BlockTable(config, watched, step_path=path, **({"check": "off"} | options))
 
     def device_array(self, values: Sequence[int] | HostArray, dtype: str) -> Any:
         """Return `values` as an array of the backend's device, of exactly `dtype`."""

@@ -40,10 +40,15 @@ class TableHistory(RuleBasedStateMachine):
 
     subject: Subject
 
-    @initialize(data=st.data(), config=configs(), is_empty=st.sampled_from([True, False, False, False]))
-    def start(self, data: st.DataObject, config: BlockTableConfig, is_empty: bool) -> None:
-        """Begin with a table of any geometry: empty, or with blocks in every row."""
-        self.pair = Pair(self.subject, config)
+    @initialize(
+        data=st.data(),
+        config=configs(),
+        is_empty=st.sampled_from([True, False, False, False]),
+        is_checked=st.booleans(),
+    )
+    def start(self, data: st.DataObject, config: BlockTableConfig, is_empty: bool, is_checked: bool) -> None:
+        """Begin with a table of any geometry: empty, or with blocks in every row; checked or not."""
+        self.pair = Pair(self.subject, config, is_checked=is_checked)
         self.config = config
         self.shapes = self.pair.oracle.shapes
         self.num_rows = config.num_rows
@@ -251,7 +256,7 @@ class TableHistory(RuleBasedStateMachine):
 def test_any_history_keeps_table_and_oracle_equal(subject: Subject) -> None:
     """After any operations and steps, host, device and every set of buffers are what the oracle says.
 
-    Rules: R1, R2, R3, R4, R5, R6, R7, R8, R9.1, R10, R11, R12, R13, R14, R15, R17, R18, R24.
+    Rules: R1, R2, R3, R4, R5, R6, R7, R8, R9.1, R10, R11, R12, R13, R14, R15, R17, R18, R24, R39, R40.
     """
     machine = type("TableHistory", (TableHistory,), {"subject": subject})
     profile = profiles.current()

@@ -1,0 +1,296 @@
+"""Rows that tell a checker of every operation, and are asked first whether it hands in a block twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from blocktable.checking.lives import RowLives
+from blocktable.config import BlockTableConfig
+from blocktable.findings import Finding, Findings
+from blocktable.host_path import HostPath
+from blocktable.inspection import position_of
+from blocktable.protocols import IntArray, ranges
+
+
+class RowWatcher(Protocol):
+    """What `CheckedRows` tells.
+
+    Attributes:
+        config: the geometry.
+        findings: where findings go.
+        lives: follows the rows.
+        num_commits: commits so far.
+    """
+
+    config: BlockTableConfig
+    findings: Findings
+    lives: RowLives
+    num_commits: int
+
+    def before_row_call(self) -> None:
+        """A row operation is about to change the rows. It is not refused any more."""
+
+    def before_committed(self, rows: HostPath) -> None:
+        """The device has taken what is pending in the rows."""
+
+
+class Held(NamedTuple):
+    """Blocks of some rows in one group. All [n] int64.
+
+    Attributes:
+        rows: rows.
+        places: place of each block in its row, in manager blocks.
+        ids: manager blocks, never the null block.
+        is_new: [n] bool. Whether the operation hands the block in.
+    """
+
+    rows: IntArray
+    places: IntArray
+    ids: IntArray
+    is_new: IntArray
+
+
+class CheckedRows:
+    """A `HostPath` before the real one: it checks what an operation hands in, and follows the lives of rows.
+
+    Args:
+        rows: the real ones; everything that changes nothing is theirs.
+        watcher: whom to tell.
+    """
+
+    def __init__(self, rows: HostPath, watcher: RowWatcher) -> None:
+        self._rows, self._watcher, self._lives = rows, watcher, watcher.lives
+        config = watcher.config
+        # Where a block twice in a row is a mistake: a block that a window has left may come back to its row.
+        self._with_distinct = [
+            group
+            for group, geometry in enumerate(config.groups)
+            if geometry.slot_mode == "linear" and geometry.sliding_window is None and not config.stale_rows
+        ]
+        self._with_slots = [i for i, geometry in enumerate(config.groups) if geometry.slot_mode in ("linear", "ring")]
+        self._nulls = np.array([group.null_block_id for group in config.groups])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+    # Blocks come in.
+
+    def append_row(self, row: Any, block_ids: Any) -> None:
+        self._append(self._rows.one_row("row", row), block_ids, None, lambda: self._rows.append_row(row, block_ids))
+
+    def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        chosen = self._chosen(rows)
+        if counts is None:
+            return self._rows.append_rows(rows, block_ids, counts)  # refuses it
+        self._append(chosen, block_ids, counts, lambda: self._rows.append_rows(chosen, block_ids, counts))
+        return None
+
+    def _append(self, rows: IntArray, block_ids: Any, counts: Any, call: Callable[[], None]) -> None:
+        ids, blocks = self._rows.check_blocks(rows, block_ids, counts, is_append=True)
+        self._watcher.before_row_call()
+        for group, given, owners, places in self._given(ids, blocks):
+            if group in self._with_distinct and given.size:
+                held = self._rows.filled[group, rows] // self._expansion(group)
+                new = Held(rows[owners], places + held[owners], given, np.ones(given.size, np.bool_))
+                self._refuse_twice(group, rows, new, None)
+        call()
+
+    def set_row(self, row: Any, block_ids: Any) -> None:
+        self._set(self._rows.one_row("row", row), block_ids, None, lambda: self._rows.set_row(row, block_ids))
+
+    def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        chosen = self._chosen(rows)
+        if counts is None:
+            return self._rows.set_rows(rows, block_ids, counts)
+        self._set(chosen, block_ids, counts, lambda: self._rows.set_rows(chosen, block_ids, counts))
+        return None
+
+    def _set(self, rows: IntArray, block_ids: Any, counts: Any, call: Callable[[], None]) -> None:
+        ids, blocks = self._rows.check_blocks(rows, block_ids, counts, is_append=False)
+        self._watcher.before_row_call()
+        differs, goes_on = np.zeros((2, rows.size), np.bool_)
+        first_group = np.zeros(rows.size, np.int64)
+        for group, given, owners, places in self._given(ids, blocks):
+            if group in self._with_slots:
+                old = self._first_blocks(group, rows)
+                new = np.full(rows.size, self._nulls[group])
+                new[owners[places == 0]] = given[places == 0]
+                is_held = (old != self._nulls[group]) & (new != self._nulls[group])
+                first_group[is_held & (old != new) & ~differs] = group
+                differs |= is_held & (old != new)
+                goes_on |= is_held & (old == new)
+            if group in self._with_distinct and given.size:
+                new_ids = Held(rows[owners], places, given, np.ones(given.size, np.bool_))
+                self._refuse_twice(group, rows[:0], new_ids, None)
+        if differs.any() and not self._watcher.config.stale_rows:
+            self._note_live_rows(rows[differs], first_group[differs])
+        call()
+        self._lives.begin(rows[differs | ~goes_on])
+        self._lives.unmark(rows)
+
+    def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
+        ids, blocks = self._rows.check_replacement(rows, group, starts, block_ids, counts)
+        self._watcher.before_row_call()
+        if group in self._with_distinct and ids.size:
+            owners = np.repeat(np.arange(rows.size), blocks)
+            places = ranges(starts, blocks)
+            stops = starts + blocks
+            new = Held(rows[owners], places, ids, np.ones(ids.size, np.bool_))
+            self._refuse_twice(group, rows, new, lambda row, place: (place >= starts[row]) & (place < stops[row]))
+        self._rows.replace(rows, group, starts, ids, None if counts is None else blocks)
+        self._lives.unmark(rows[blocks > 0])
+
+    def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
+        old, new = self._rows.check_mapping(group, old_ids, new_ids)
+        self._watcher.before_row_call()
+        rows = np.flatnonzero(self._rows.filled[group])
+        held = self._held(group, rows)
+        order = old.argsort()
+        found = np.isin(held.ids, old)
+        if found.any():
+            ids = held.ids.copy()
+            ids[found] = new[order][old[order].searchsorted(ids[found])]
+            if group in self._with_distinct:
+                self._report_twice(group, Held(held.rows, held.places, ids, found))
+        self._rows.remap(group, old, new)
+        self._lives.unmark(np.unique(held.rows[found]))
+
+    # Blocks go, or follow their rows.
+
+    def truncate_row(self, row: Any, num_blocks: Any) -> None:
+        self._truncate(self._rows.one_row("row", row), lambda: self._rows.truncate_row(row, num_blocks))
+
+    def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
+        chosen = self._chosen(rows)
+        self._truncate(chosen, lambda: self._rows.truncate_rows(chosen, num_blocks))
+
+    def clear_rows(self, rows: Any) -> None:
+        chosen = self._chosen(rows)
+        self._truncate(chosen, lambda: self._rows.clear_rows(chosen))
+
+    def truncate(self, rows: IntArray, num_blocks: IntArray | int) -> None:
+        self._truncate(rows, lambda: self._rows.truncate(rows, num_blocks))
+
+    def _truncate(self, rows: IntArray, call: Callable[[], None]) -> None:
+        before = self._rows.filled[:, rows] // self._rows.columns_per_block
+        self._watcher.before_row_call()
+        call()
+        self._lives.truncate(rows, before, self._rows.filled[:, rows] // self._rows.columns_per_block)
+
+    def null(self, rows: IntArray, group: int, starts: IntArray, stops: IntArray) -> None:
+        self._watcher.before_row_call()
+        self._rows.null(rows, group, starts, stops)
+
+    def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
+        self._watcher.before_row_call()
+        self._rows.copy(src, dst, vacate=vacate)
+        self._lives.copy(src, dst, vacate=vacate)
+
+    def committed(self) -> int:
+        self._watcher.before_committed(self._rows)
+        return self._rows.committed()
+
+    # What rows hold, and what is handed in.
+
+    def _chosen(self, rows: Any) -> IntArray:
+        return np.array(self._rows.check_rows("rows", rows))
+
+    def _expansion(self, group: int) -> int:
+        return self._watcher.config.groups[group].blocks_per_kv_block
+
+    def _table(self, group: int) -> IntArray:
+        """[num_rows, blocks] int32. The first column of each block."""
+        table: IntArray = self._watcher.config.arena.view(self._rows.mirror, group)[:, :: self._expansion(group)]
+        return table
+
+    def _first_blocks(self, group: int, rows: IntArray) -> IntArray:
+        blocks: IntArray = self._table(group)[rows, 0] // self._expansion(group)
+        return blocks
+
+    def _held(self, group: int, rows: IntArray) -> Held:
+        """Return the blocks that rows hold now, holes left out."""
+        held = (self._rows.filled[group, rows] // self._expansion(group)).astype(np.int64)
+        owners, places = np.repeat(rows, held), ranges(np.zeros_like(held), held)
+        ids = (self._table(group)[owners, places] // self._expansion(group)).astype(np.int64)
+        is_block = ids != self._nulls[group]
+        return Held(owners[is_block], places[is_block], ids[is_block], np.zeros(int(is_block.sum()), np.bool_))
+
+    def _given(self, ids: IntArray, blocks: IntArray) -> Any:
+        """Yield, for each group, (group, ids, index of the row of each, its place among those of its row)."""
+        ends = blocks.sum(1).cumsum().tolist()
+        for group, counts in enumerate(blocks):
+            start = ends[group - 1] if group else 0
+            given = ids[start : ends[group]].astype(np.int64)
+            owners = np.repeat(np.arange(counts.size), counts)
+            yield group, given, owners, ranges(np.zeros_like(counts), counts)
+
+    # Findings.
+
+    def _refuse_twice(self, group: int, rows: IntArray, new: Held, is_replaced: Any) -> None:
+        """Report blocks of `new` that stand twice in a row, or are among what `rows` hold already.
+
+        Args:
+            rows: [n] int64. Rows whose blocks stay.
+            is_replaced: (index of a row, place) -> whether what stands there goes. None: nothing goes.
+        """
+        is_block = new.ids != self._nulls[group]
+        new = Held(*(array[is_block] for array in new))
+        if rows.size:
+            old = self._held(group, rows)
+            stays = np.isin(old.ids, new.ids)
+            if stays.any() and is_replaced is not None:
+                index = np.argsort(rows)[np.searchsorted(np.sort(rows), old.rows)]
+                stays &= ~is_replaced(index, old.places)
+            if stays.any():
+                new = Held(*(np.concatenate((a[stays], b)) for a, b in zip(old, new, strict=True)))
+        self._report_twice(group, new)
+
+    def _report_twice(self, group: int, blocks: Held) -> None:
+        """Report, of each row, the first place of a block that stands twice there and is handed in."""
+        order = np.lexsort((blocks.places, blocks.ids, blocks.rows))
+        rows, places, ids, is_new = (array[order] for array in blocks)
+        twice = np.flatnonzero((rows[1:] == rows[:-1]) & (ids[1:] == ids[:-1]) & (is_new[1:] | is_new[:-1])) + 1
+        if not twice.size:
+            return
+        twice = twice[np.lexsort((places[twice], rows[twice]))]
+        chosen = twice[np.unique(rows[twice], return_index=True)[1]]
+        size = self._watcher.config.groups[group].block_size
+        found = []
+        for place in chosen.tolist():
+            row, block, first, second = int(rows[place]), int(ids[place]), int(places[place - 1]), int(places[place])
+            position, earlier = (position_of(self._watcher.config, group, index * size) for index in (second, first))
+            message = (
+                f"duplicate_block: block {block} comes a second time into row {row} of group {group}, as its block "
+                f"{second}; it is its block {first} already. Position {position} would get the slot of position "
+                f"{earlier}, and overwrite it."
+            )
+            found.append(
+                Finding(
+                    "duplicate_block",
+                    message,
+                    self._watcher.num_commits,
+                    group=group,
+                    row=row,
+                    position=position,
+                    block_id=block,
+                )
+            )
+        self._watcher.findings.add(found)
+
+    def _note_live_rows(self, rows: IntArray, groups: IntArray) -> None:
+        found = []
+        for row, group in zip(rows.tolist(), groups.tolist(), strict=True):
+            first = int(self._first_blocks(group, np.array([row]))[0])
+            held = int(self._rows.filled[group, row]) // self._expansion(group)
+            message = (
+                f"live_row_set: row {row} is set to other blocks while it holds {held} in group {group}, the first of "
+                f"them block {first}. If its request still runs, two requests share a row and read each other's "
+                "tokens; if it has ended, clear the row first."
+            )
+            found.append(
+                Finding("live_row_set", message, self._watcher.num_commits, group=group, row=row, block_id=first)
+            )
+        self._watcher.findings.add(found)
