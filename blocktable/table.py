@@ -70,7 +70,7 @@ class BlockTable(RowOperations, ExportCalls):
         ConfigError: a value is impossible.
         UnsupportedError: the configuration or `step_path` needs a capability the backend does not declare.
 
-    Rules: R4-R24, R38-R41.
+    Rules: R4-R24, R38-R40.
     """
 
     @without_torch_modes

@@ -1,4 +1,4 @@
-"""The checker: an engine's own mistakes, found in the call that makes them (R38-R41)."""
+"""The checker: an engine's own mistakes, found in the call that makes them (R38-R40)."""
 
 from __future__ import annotations
 

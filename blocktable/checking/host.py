@@ -41,7 +41,7 @@ class HostChecker:
     Args:
         config: the geometry.
         backend: brings arrays to the host.
-        store: says by refusing a commit whether a stream is capturing.
+        store: refuses a commit on a capturing stream.
         findings: where findings go.
 
     Attributes:
@@ -83,6 +83,10 @@ class HostChecker:
     def before_row_call(self) -> None:
         self._is_used = self._has_new_lives = True
         self._settle()
+
+    def has_replaced(self, group: int, ids: IntArray) -> None:
+        pool = self.holders.pools[group]
+        pool.writers[pool.index(ids)] = 0
 
     def before_committed(self, rows: HostPath) -> None:
         if self._ahead is None:
@@ -293,8 +297,12 @@ class HostChecker:
     def _refuse_capture(self, stream: int | None) -> None:
         if not self._can_capture:
             return
-        try:
-            self._store.write(no_writes(self.config.arena), stream=stream)  # of nothing: it raises on such a stream
+        store: Any = self._store
+        try:  # what changes would be sent by says so, for nothing too (R21)
+            if hasattr(store, "lend"):
+                store.lend(stream)
+            else:
+                store.write(no_writes(self.config.arena), stream=stream)
         except BlockTableError as error:
             raise BlockTableError(
                 'check="host" looks at every call on the host, and a capturing stream cannot be waited for: capture '

@@ -33,6 +33,9 @@ class RowWatcher(Protocol):
     def before_row_call(self) -> None:
         """A row operation is about to change the rows. It is not refused any more."""
 
+    def has_replaced(self, group: int, ids: IntArray) -> None:
+        """Blocks took the place of others inside rows: what those held was copied into them. ids: [n] int64."""
+
     def before_committed(self, rows: HostPath) -> None:
         """The device has taken what is pending in the rows."""
 
@@ -142,6 +145,7 @@ class CheckedRows:
             self._refuse_twice(group, rows, new, lambda row, place: (place >= starts[row]) & (place < stops[row]))
         self._rows.replace(rows, group, starts, ids, None if counts is None else blocks)
         self._lives.unmark(rows[blocks > 0])
+        self._watcher.has_replaced(group, ids[ids != self._nulls[group]])
 
     def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
         old, new = self._rows.check_mapping(group, old_ids, new_ids)
@@ -157,6 +161,7 @@ class CheckedRows:
                 self._report_twice(group, Held(held.rows, held.places, ids, found))
         self._rows.remap(group, old, new)
         self._lives.unmark(np.unique(held.rows[found]))
+        self._watcher.has_replaced(group, new[new != self._nulls[group]])
 
     # Blocks go, or follow their rows.
 
