@@ -303,8 +303,9 @@ static __device__ __forceinline__ int64 map_token(
     if (HAS_MODES) end = query_start_loc[request + 1];
     if (CHECKED) start = query_start_loc[request < 0 ? 0 : request];
   }
+  bool is_checked = CHECKED && groups[g].held_start > 0;
   if (row < 0 || position < 0) {
-    if (CHECKED && row < 0 && request >= 0 && position >= 0)
+    if (is_checked && row < 0 && request >= 0 && position >= 0)
       check_stranger(groups, arena, checks, g, idx_mapping[request], max_num_rows, token, position);
     return pad;
   }
@@ -317,14 +318,14 @@ static __device__ __forceinline__ int64 map_token(
   // step 6: which kernel block
   int64 block_id = column < width ? arena[table_start + row * width + column] : 0;
   if (column >= columns) {
-    if (CHECKED) check_outside(groups, arena, checks, g, row, token, position);
+    if (is_checked) check_outside(groups, arena, checks, g, row, token, position);
     return pad;
   }
-  bool is_null = CHECKED && is_missing(groups[g], block_id);
+  bool is_null = is_checked && is_missing(groups[g], block_id);
   if (is_null) check_null(groups[g], arena, checks, g, row, token, position, block_id);
   if (HAS_NULL_PADS && groups[g].null_is_pad && is_missing(groups[g], block_id)) return pad;
   int64 slot = block_id * tokens_per_column + (local - column * tokens_per_column);
-  if (CHECKED && !is_null) {
+  if (is_checked && !is_null) {
     check_block(groups[g], arena, checks, positions, g, row, start, token, position, local, block_id);
     check_slot(groups[g], arena, checks, g, row, token, position, block_id, slot);
   }
@@ -391,7 +392,7 @@ static __device__ __forceinline__ void map_chunk(
   int64 block_start = 0, block_slot = pad, slot[2];
   unsigned long long block_size = 0;  // 0: no block is known
   int64 entry = 0;
-  bool is_null = false;
+  bool is_checked = CHECKED && groups[g].held_start > 0, is_null = false;
 #pragma unroll
   for (int i = 0; i < 2 * PAIRS; ++i) {
     int token = (int)pair_token(first, i);
@@ -399,12 +400,12 @@ static __device__ __forceinline__ void map_chunk(
       block_start = position[i], block_slot = pad, block_size = 0, is_null = false;
       if (position[i] >= 0) {
         int64 column = column_of(position[i], tokens_per_column, column_shift);
-        if (CHECKED && column >= columns) check_outside(groups, arena, checks, g, row, token, position[i]);
+        if (is_checked && column >= columns) check_outside(groups, arena, checks, g, row, token, position[i]);
         if (column < columns) {
           int64 block_id = table_row[column];
           entry = block_id;
-          is_null = CHECKED && is_missing(groups[g], block_id);
-          if (CHECKED && !is_null)
+          is_null = is_checked && is_missing(groups[g], block_id);
+          if (is_checked && !is_null)
             check_block(
                 groups[g], arena, checks, positions, g, row, start, token, position[i], position[i], block_id
             );
@@ -417,8 +418,8 @@ static __device__ __forceinline__ void map_chunk(
       }
     }
     slot[i % 2] = block_slot + (position[i] - block_start);
-    if (CHECKED && is_null) check_null(groups[g], arena, checks, g, row, token, position[i], entry);
-    else if (CHECKED && block_size > 0)
+    if (is_null) check_null(groups[g], arena, checks, g, row, token, position[i], entry);
+    else if (is_checked && block_size > 0)
       check_slot(groups[g], arena, checks, g, row, token, position[i], entry, slot[i % 2]);
     SLOT_T* target = slots + token;
     if (!takes_pairs) *target = (SLOT_T)slot[i % 2];

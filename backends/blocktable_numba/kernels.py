@@ -24,6 +24,7 @@ from blocktable_numba.common import (
     HAS_ODD_SIZES,
     HAS_SHARDS,
     HAS_WINDOWS,
+    HELD_START,
     INTERLEAVE_SIZE,
     NULL_IS_PAD,
     NULL_START,
@@ -299,7 +300,8 @@ def map_token(
         if CHECKED:
             start = query_start_loc[max(request, 0)]
     is_row = (row >= 0) & (row < max_num_rows)
-    if CHECKED and is_valid and not is_row and request >= 0 and position >= 0:
+    is_checked = groups[group + HELD_START] > 0
+    if CHECKED and is_checked and is_valid and not is_row and request >= 0 and position >= 0:
         check_stranger(groups, group, arena, checker, findings, row, max_num_rows, token, position)
     is_valid = is_valid & is_row & (position >= 0)
     columns = arena[np.int64(g) * max_num_rows + row] if is_valid else 0
@@ -317,10 +319,10 @@ def map_token(
     # step 6: which kernel block
     is_entry = is_valid & (column < width)
     block_id = np.int64(arena[table_start + row * width + column] if is_entry else 0)
-    if CHECKED and is_valid and column >= columns:
+    if CHECKED and is_checked and is_valid and column >= columns:
         check_outside(groups, group, arena, checker, findings, g, row, token, position)
     is_valid = is_valid & (column < columns)
-    if CHECKED and is_valid:
+    if CHECKED and is_valid and is_checked:
         if is_missing(block_id, null_start, blocks_per_kv_block):
             check_null(groups, group, arena, checker, findings, g, row, token, position, block_id)
         else:

@@ -49,6 +49,10 @@ class Checks:
         self._notes: Ints = notes.reshape(len(config.groups), num_rows, NOTES)
         self.marks: Ints = self.checker[MARKS_START : MARKS_START + 2 * num_rows].reshape(num_rows, 2)
 
+    def is_checked(self, group: int) -> bool:
+        """Say whether anything is looked for in a group."""
+        return self._plan.pools[group] >= 0
+
     def wants(self, kind: str, group: int = 0) -> bool:
         """Say whether a kind is among a group's."""
         return kind in self._plan.kinds[group]
@@ -150,7 +154,8 @@ def check_tokens(tokens: Tokens, groups: Ints, checks: Checks) -> None:
         checks: the memory.
     """
     for i, group in enumerate(groups[:, 0].tolist()):
-        _check_group(tokens, i, group, checks)
+        if checks.is_checked(group):
+            _check_group(tokens, i, group, checks)
 
 
 def _check_group(tokens: Tokens, i: int, group: int, checks: Checks) -> None:

@@ -107,13 +107,14 @@ def _check_tokens(written, request, row, tokens, group_ptr, arena_ptr, FEATURES:
     kinds, lives_start = tl.load(group_ptr + CHECKS), tl.load(group_ptr + LIVES_START)
     blocks_per_kv_block, block_stamps = tl.load(group_ptr + BLOCKS_PER_KV_BLOCK), tl.load(group_ptr + BLOCK_STAMPS)
     slot_stamps, step = tl.load(group_ptr + SLOT_STAMPS), tl.load(arena_ptr + lives_start - 1)
-    row, kinds = token * 0 + row, token.to(tl.int64) * 0 + kinds
+    held_start = tl.load(group_ptr + HELD_START)
+    row, kinds = token * 0 + row, token.to(tl.int64) * 0 + tl.where(held_start > 0, kinds, 0)
     is_looked_at = is_inside | is_outside
     life = tl.load(arena_ptr + lives_start + row, mask=is_looked_at, other=0)
     is_null = is_inside & _is_missing(block_id, tl.load(group_ptr + NULL_START), blocks_per_kv_block)
-    is_written = is_inside & (is_null == 0)
+    is_written = is_inside & (is_null == 0) & (kinds != 0)
     block = _divide(tl.where(is_written, block_id, 0), blocks_per_kv_block).to(tl.int32)
-    held = tl.load(arena_ptr + tl.load(group_ptr + HELD_START) + (block >> 5), mask=is_written, other=0)
+    held = tl.load(arena_ptr + held_start + (block >> 5), mask=is_written, other=0)
     is_shared = is_written & (((held >> (block & 31)) & 1) > 0)
     if block_stamps >= 0:
         stamp_ptr = checker_ptr + block_stamps + block

@@ -37,7 +37,7 @@ def plan_checks(config: BlockTableConfig, findings: Findings) -> CheckPlan:
     pools: list[int] = []
     num_blocks: list[int] = []
     for index, group in enumerate(config.groups):
-        if group.slot_mode == "none":
+        if group.slot_mode not in ("linear", "ring"):
             pools.append(-1)
             continue
         if group.num_blocks is None:
@@ -55,7 +55,10 @@ def plan_checks(config: BlockTableConfig, findings: Findings) -> CheckPlan:
     with_windows = {pool for pool, group in zip(pools, config.groups, strict=True) if group.cut_window is not None}
     kinds = tuple(
         frozenset(
-            kind for kind in DEVICE_KINDS if findings.severity(kind, None if kind in REQUEST_KINDS else index) != "off"
+            kind
+            for kind in DEVICE_KINDS
+            if kind in REQUEST_KINDS or pools[index] >= 0
+            if findings.severity(kind, None if kind in REQUEST_KINDS else index) != "off"
         )
         for index in range(len(config.groups))
     )
@@ -78,6 +81,7 @@ class SharedPool(Pool):
         self.squares: IntArray = np.zeros(self.counts.size, np.int64)
         self.is_shared: IntArray = np.zeros(self.counts.size, np.bool_)
         self._touched: list[IntArray] = []
+        self._copied: list[IntArray] = []
 
     def hold(self, ids: IntArray, cells: IntArray, step: int) -> None:
         super().hold(ids, cells, step)
@@ -89,15 +93,25 @@ class SharedPool(Pool):
         np.subtract.at(self.squares, self.index(ids), cells * cells)
         self._touched.append(ids)
 
+    def forgive(self, ids: IntArray) -> None:
+        """Let rows write into blocks that copies were made into, until who holds them changes again.
+
+        Kernels cannot be told that nobody has written such a block last. ids: [n] int64.
+        """
+        self._copied.append(ids)
+
     def switched(self) -> tuple[IntArray, IntArray]:
         """Return blocks that became shared, or are no longer, since the last call: ids, and whether they are now."""
-        if not self._touched:
+        if not (self._touched or self._copied):
             return np.empty(0, np.int64), np.empty(0, np.bool_)
-        ids = np.unique(np.concatenate(self._touched))
-        self._touched.clear()
+        ids = np.unique(np.concatenate(self._touched + self._copied))
         index = self.index(ids)
         number, total = self.counts[index], self.cells[index]
         is_shared = (number > 1) & (number * self.squares[index] != total * total)
+        if self._copied:
+            is_shared &= ~np.isin(ids, np.concatenate(self._copied))
+        self._touched.clear()
+        self._copied.clear()
         has_switched = is_shared != self.is_shared[index]
         self.is_shared[index] = is_shared
         return ids[has_switched], is_shared[has_switched]
@@ -253,6 +267,7 @@ class DeviceChecker:
         self._rows: Any = None
         plan, regions = config.check_plan, config.check_regions
         assert plan is not None
+        self._has_owners = plan.has_owners
         pools = dict(zip(plan.pools, self.holders.pools, strict=True))
         self._pools = [(cast(SharedPool, pools[pool]), held) for pool, held in enumerate(regions.held)]
         self._num_counts = config.arena.num_groups * config.arena.num_rows
@@ -268,6 +283,10 @@ class DeviceChecker:
 
     def before_row_call(self) -> None:
         self.lives.tell()
+
+    def has_replaced(self, group: int, ids: IntArray) -> None:
+        if self._has_owners[group]:
+            cast(SharedPool, self.holders.pools[group]).forgive(ids)
 
     def before_committed(self, rows: HostPath) -> None:
         """Kernels were told before."""
