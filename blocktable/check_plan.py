@@ -73,6 +73,8 @@ class CheckRegions:
             place.
         caps: [num_rows] from here on. Row -> tokens that the mark under the number before falls to; -1: there is none.
         held: of each pool, entry of its first 32 blocks: bit b % 32 of entry b // 32 says that two hold block b.
+        copies: of each pool, entry of its first block: block -> life of the row that it was last put into by
+            `replace_blocks` or `remap_blocks`, which may write it. 0: not kept: nobody asks who wrote a block last.
         end: first entry after all of them.
         block_stamps: of each group, entry of the checker's memory: block -> life of the row that wrote it last. -1:
             not kept.
@@ -87,6 +89,7 @@ class CheckRegions:
     restarts: int
     caps: int
     held: tuple[int, ...]
+    copies: tuple[int, ...]
     end: int
     block_stamps: tuple[int, ...]
     slot_stamps: tuple[int, ...]
@@ -108,6 +111,11 @@ def lay_out_checks(plan: CheckPlan, groups: Sequence[Any], num_rows: int, start:
     for num_blocks in plan.num_blocks:
         held.append(end)
         end += -(-num_blocks // 32)
+    with_owners = {pool for pool, has_owners in zip(plan.pools, plan.has_owners, strict=True) if has_owners}
+    copies = []
+    for pool, num_blocks in enumerate(plan.num_blocks):
+        copies.append(end if pool in with_owners else 0)
+        end += num_blocks if pool in with_owners else 0
     size = MARKS_START + (2 + NOTES * len(groups)) * num_rows
     blocks: dict[int, int] = {}
     slots: dict[tuple[int, int], int] = {}
@@ -134,6 +142,7 @@ def lay_out_checks(plan: CheckPlan, groups: Sequence[Any], num_rows: int, start:
         lives + num_rows,
         lives + 2 * num_rows,
         tuple(held),
+        tuple(copies),
         end,
         tuple(block_stamps),
         tuple(slot_stamps),

@@ -323,6 +323,7 @@ GROUP_FIELDS = (
     "block_stamps",
     "slot_stamps",
     "notes_start",
+    "copies_start",
 )
 """What a kernel must know of a group, in the order of `BlockTableConfig.group_fields`."""
 
@@ -565,11 +566,12 @@ class BlockTableConfig:
     def _check_fields(self, group: int) -> tuple[int, ...]:
         plan = self.check_plan
         if plan is None:
-            return 0, 0, 0, -1, -1, 0
+            return 0, 0, 0, -1, -1, 0, 0
         regions, pool = self.check_regions, plan.pools[group]
-        held = regions.held[pool] if pool >= 0 else 0
+        held, copies = (regions.held[pool], regions.copies[pool]) if pool >= 0 else (0, 0)
         stamps = regions.block_stamps[group], regions.slot_stamps[group]
-        return plan.mask(group), regions.lives, held, *stamps, MARKS_START + (2 + NOTES * group) * self.num_rows
+        notes = MARKS_START + (2 + NOTES * group) * self.num_rows
+        return plan.mask(group), regions.lives, held, *stamps, notes, copies
 
     def fingerprint(self) -> str:
         """Return a hex digest of the geometry that two engines must share to exchange blocks.

@@ -73,7 +73,7 @@ static __device__ __forceinline__ void check_block(
   int life = arena[group.lives_start + row], *stamp = checks.checker + group.block_stamps + block;
   if (*stamp == life) return;
   int writer = atomicExch(stamp, life);
-  if (!is_held || writer == 0 || writer == life) return;
+  if (!is_held || writer == 0 || writer == life || arena[group.copies_start + block] == life) return;
   int64 offset = modulo(local, group.tokens_per_column * group.blocks_per_kv_block);
   if (offset > 0 && !writes_first_token(group, positions, start, token, position, local, offset))
     note(group, arena, checks, NOTES * (int64)row + SHARED_BLOCK_WRITTEN, SHARED_BLOCK_WRITTEN, g, row, token, position, entry);

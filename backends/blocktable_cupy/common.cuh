@@ -30,6 +30,7 @@ struct Group {
   int64 block_stamps;         // entry of the checker: block -> life of the row that wrote it last; -1: not kept
   int64 slot_stamps;          // entry of the checker: slot -> last call that wrote it; -1: not kept
   int64 notes_start;          // entry of the checker: [max_num_rows, NOTES], last call with such a finding
+  int64 copies_start;         // entry of the arena: block -> life of the row that it was copied for
 };
 
 // a / b for a >= 0 and b > 0: 64-bit division costs some 70 instructions, and few operands need it.

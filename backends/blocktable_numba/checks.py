@@ -11,6 +11,7 @@ from blocktable_numba.common import (
     BLOCK_STAMPS,
     BLOCKS_PER_KV_BLOCK,
     CHECKS,
+    COPIES_START,
     HAS_SHARDS,
     HELD_START,
     INTERLEAVE_SIZE,
@@ -109,7 +110,8 @@ def check_block(groups, group, arena, checker, findings, positions, g, row, star
         stamp = groups[group + BLOCK_STAMPS] + block
         if checker[stamp] != life:
             writer = atomic_exchange(checker, stamp, life)
-            if is_held and writer != 0 and writer != life:
+            is_copy = arena[groups[group + COPIES_START] + block] == life
+            if is_held and writer != 0 and writer != life and not is_copy:
                 size = groups[group + TOKENS_PER_COLUMN] * groups[group + BLOCKS_PER_KV_BLOCK]
                 offset = local - divide(local, size) * size
                 if not writes_first_token(groups, group, positions, start, token, position, local, offset):

@@ -32,8 +32,9 @@ NULL_IS_PAD, SLIDING_WINDOW, WORLD_SIZE, RANK, INTERLEAVE_SIZE, COLUMN_SHIFT = m
 FILLER, NULL_START, PAD_SLOT_ID, BATCH_START = map(
     GROUP_FIELDS.index, ("filler", "null_start", "pad_slot_id", "batch_start")
 )
-CHECKS, LIVES_START, HELD_START, BLOCK_STAMPS, SLOT_STAMPS, NOTES_START = map(
-    GROUP_FIELDS.index, ("checks", "lives_start", "held_start", "block_stamps", "slot_stamps", "notes_start")
+CHECKS, LIVES_START, HELD_START, BLOCK_STAMPS, SLOT_STAMPS, NOTES_START, COPIES_START = map(
+    GROUP_FIELDS.index,
+    ("checks", "lives_start", "held_start", "block_stamps", "slot_stamps", "notes_start", "copies_start"),
 )
 
 # `inline`, so that a kernel compiles where there is no GPU: Numba asks one for its architecture to compile a call.

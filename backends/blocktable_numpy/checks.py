@@ -92,6 +92,11 @@ class Checks:
         held: Ints = (words >> (blocks & 31)) & 1 > 0
         return held
 
+    def copies(self, group: int, blocks: Ints) -> Ints:
+        """[n] int32. Life of the row that each block was copied for, last."""
+        copies: Ints = self._arena[self._regions.copies[self._plan.pools[group]] + blocks]
+        return copies
+
     def block_stamps(self, group: int) -> Ints | None:
         """Return [num_blocks] int32, block -> life of the row that wrote it last; None: they are not kept."""
         return self._stamps(self._regions.block_stamps[group])
@@ -185,7 +190,7 @@ def _check_group(tokens: Tokens, i: int, group: int, checks: Checks) -> None:
         keys = row[chosen].astype(np.int64) << 32 | block
         begun = keys[tokens.local[i][chosen] % size == 0]
         writer, own = stamps[block], life[chosen]
-        is_shared &= (writer != 0) & (writer != own) & ~np.isin(keys, begun)
+        is_shared &= (writer != 0) & (writer != own) & (checks.copies(group, block) != own) & ~np.isin(keys, begun)
         stamps[block] = own
     if checks.wants("shared_block_written", group):
         found = chosen[is_shared]

@@ -15,6 +15,7 @@ from blocktable_triton.common import (
     BLOCK_STAMPS,
     BLOCKS_PER_KV_BLOCK,
     CHECKS,
+    COPIES_START,
     HAS_SHARDS,
     HELD_START,
     INT32_MAX,
@@ -124,6 +125,8 @@ def _check_tokens(written, request, row, tokens, group_ptr, arena_ptr, FEATURES:
             writer = tl.atomic_xchg(stamp_ptr, life, mask=is_other)
         is_shared = is_shared & is_other & (writer != 0) & (writer != life)
         if tl.max(is_shared.to(tl.int32), 0) > 0:
+            copy_ptr = arena_ptr + tl.load(group_ptr + COPIES_START) + block
+            is_shared = is_shared & (tl.load(copy_ptr, mask=is_shared, other=0) != life)
             tokens_per_block = tl.load(group_ptr + TOKENS_PER_COLUMN) * blocks_per_kv_block
             place = tl.where(is_shared, local, 0).to(tl.int64)
             offset = place - _divide(place, tokens_per_block) * tokens_per_block

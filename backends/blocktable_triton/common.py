@@ -46,6 +46,7 @@ HELD_START = tl.constexpr(GROUP_FIELDS.index("held_start"))
 BLOCK_STAMPS = tl.constexpr(GROUP_FIELDS.index("block_stamps"))
 SLOT_STAMPS = tl.constexpr(GROUP_FIELDS.index("slot_stamps"))
 NOTES_START = tl.constexpr(GROUP_FIELDS.index("notes_start"))
+COPIES_START = tl.constexpr(GROUP_FIELDS.index("copies_start"))
 NUM_FIELDS = tl.constexpr(len(GROUP_FIELDS))
 
 

@@ -81,7 +81,6 @@ class SharedPool(Pool):
         self.squares: IntArray = np.zeros(self.counts.size, np.int64)
         self.is_shared: IntArray = np.zeros(self.counts.size, np.bool_)
         self._touched: list[IntArray] = []
-        self._copied: list[IntArray] = []
 
     def hold(self, ids: IntArray, cells: IntArray, step: int) -> None:
         super().hold(ids, cells, step)
@@ -93,25 +92,15 @@ class SharedPool(Pool):
         np.subtract.at(self.squares, self.index(ids), cells * cells)
         self._touched.append(ids)
 
-    def forgive(self, ids: IntArray) -> None:
-        """Let rows write into blocks that copies were made into, until who holds them changes again.
-
-        Kernels cannot be told that nobody has written such a block last. ids: [n] int64.
-        """
-        self._copied.append(ids)
-
     def switched(self) -> tuple[IntArray, IntArray]:
         """Return blocks that became shared, or are no longer, since the last call: ids, and whether they are now."""
-        if not (self._touched or self._copied):
+        if not self._touched:
             return np.empty(0, np.int64), np.empty(0, np.bool_)
-        ids = np.unique(np.concatenate(self._touched + self._copied))
+        ids = np.unique(np.concatenate(self._touched))
+        self._touched.clear()
         index = self.index(ids)
         number, total = self.counts[index], self.cells[index]
         is_shared = (number > 1) & (number * self.squares[index] != total * total)
-        if self._copied:
-            is_shared &= ~np.isin(ids, np.concatenate(self._copied))
-        self._touched.clear()
-        self._copied.clear()
         has_switched = is_shared != self.is_shared[index]
         self.is_shared[index] = is_shared
         return ids[has_switched], is_shared[has_switched]
@@ -166,6 +155,11 @@ class DeviceLives:
             self._restarts[:] = np.arange(self._num_rows) + self._num_rows
             self._caps[:] = -1
             self._journal.mark(np.array([self._regions.lives]), np.array([3 * self._num_rows]))
+
+    def numbers(self, rows: IntArray) -> IntArray:
+        """Return the numbers of lives."""
+        numbers: IntArray = np.abs(self._lives[rows])
+        return numbers
 
     def begin(self, rows: IntArray) -> None:
         """Begin a life for each row, unmarked."""
@@ -267,7 +261,7 @@ class DeviceChecker:
         self._rows: Any = None
         plan, regions = config.check_plan, config.check_regions
         assert plan is not None
-        self._has_owners = plan.has_owners
+        self._copies = [regions.copies[pool] if pool >= 0 else 0 for pool in plan.pools]
         pools = dict(zip(plan.pools, self.holders.pools, strict=True))
         self._pools = [(cast(SharedPool, pools[pool]), held) for pool, held in enumerate(regions.held)]
         self._num_counts = config.arena.num_groups * config.arena.num_rows
@@ -284,9 +278,11 @@ class DeviceChecker:
     def before_row_call(self) -> None:
         self.lives.tell()
 
-    def has_replaced(self, group: int, ids: IntArray) -> None:
-        if self._has_owners[group]:
-            cast(SharedPool, self.holders.pools[group]).forgive(ids)
+    def has_replaced(self, rows: IntArray, group: int, ids: IntArray) -> None:
+        if self._copies[group]:
+            entries = self._copies[group] + ids
+            self._mirror[entries] = self.lives.numbers(rows)
+            self._rows.journal.mark(entries, np.ones_like(entries))
 
     def before_committed(self, rows: HostPath) -> None:
         """Kernels were told before."""

@@ -84,7 +84,7 @@ class HostChecker:
         self._is_used = self._has_new_lives = True
         self._settle()
 
-    def has_replaced(self, group: int, ids: IntArray) -> None:
+    def has_replaced(self, rows: IntArray, group: int, ids: IntArray) -> None:
         pool = self.holders.pools[group]
         pool.writers[pool.index(ids)] = 0
 
