@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import cuda, types
@@ -93,7 +95,8 @@ def atomic(operation, dtype):
     Numba's own wants an array, not a pointer.
     """
     if config.ENABLE_CUDASIM:
-        change = {"add": np.add, "xchg": lambda _, value: value, "max": np.maximum, "umin": np.minimum}[operation]
+        changes = {"add": np.add, "xchg": lambda _, value: value, "max": np.maximum, "umin": np.minimum}
+        change: Callable[..., Any] = changes[operation]
 
         def simulated(array, place, value):
             entries = array.view(dtype)

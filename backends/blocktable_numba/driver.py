@@ -68,7 +68,7 @@ def specialised(name: str, features: frozenset[str]) -> Any:
         scope = functions | {feature: feature in features for feature in KNOWN}  # Numba takes globals as constants
         for function, known in functions.items():
             if hasattr(known, "py_func") and function not in SIGNATURES:
-                scope[function] = kernels.device_function(_copy(known.py_func, scope))
+                scope[function] = common.device_function(_copy(known.py_func, scope))
         made = cuda.jit(_copy(scope[name].py_func, scope))
     SPECIALISED.append(made)
     return made
