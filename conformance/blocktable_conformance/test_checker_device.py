@@ -101,7 +101,7 @@ def come_back_in_a_window(subject: Subject, table: BlockTable) -> None:
     table.set_row(1, [5])
     write(subject, table, 1, 0, 2)
     write(subject, table, 1, 2, 4)
-    assert not table.collect_findings()
+    check(not table.collect_findings(), "R41", f"all was right until here: {table.findings}")
     table.append_row(1, [7])
 
 
@@ -112,7 +112,7 @@ def stay_stale(subject: Subject, table: BlockTable) -> None:
     write(subject, table, 1, 0, 6)
     table.set_row(0, [9])
     write(subject, table, 0, 0, 2)
-    assert not table.collect_findings()
+    check(not table.collect_findings(), "R41", f"all was right until here: {table.findings}")
     table.copy_row(0, 2)
 
 
@@ -124,7 +124,7 @@ def go_on(subject: Subject, table: BlockTable) -> None:
     write(subject, table, 0, 4, 6)
     write(subject, table, 0, 3, 7)
     table.move_row(0, 3)
-    assert not table.collect_findings()
+    check(not table.collect_findings(), "R41", f"all was right until here: {table.findings}")
 
 
 def roll_back(subject: Subject, table: BlockTable) -> None:
@@ -286,7 +286,7 @@ def test_a_planted_bug_is_found(subject: Subject, name: str) -> None:
     plant = PLANTS[name]
     table = make_table(subject, *plant.groups, rows=plant.rows, **plant.options)
     plant.before(subject, table)
-    assert not table.collect_findings()
+    check(not table.collect_findings(), "R41", f"all was right until here: {table.findings}")
     table.commit()
     batch = Batch(subject, *plant.batch)
     table.compute_slot_mappings(*batch.arrays)
