@@ -100,7 +100,7 @@ FAULTS = {
         {
             "triton": {"block_id * tokens_per_column.to(tl.int64)": "(block_id * tokens_per_column << 32 >> 32)"},
             "cupy": {"int64 slot = block_id * tokens_per_column": "int64 slot = (int)(block_id * tokens_per_column)"},
-            "numba": {"return block_id * tokens_per_column +": "return (block_id * tokens_per_column << 32 >> 32) +"},
+            "numba": {"slot = block_id * tokens_per_column +": "slot = (block_id * tokens_per_column << 32 >> 32) +"},
         },
     ),
     "rows_of_a_larger_batch_stay": Fault(
@@ -767,7 +767,7 @@ FAULTS = {
         {
             "triton": {"is_shared & (is_first == 0)": "is_shared"},
             "cupy": {"if (offset > 0 && !writes_first_token(": "if (offset >= 0 || !writes_first_token("},
-            "numba": {"if not writes_first_token(": "if offset >= 0 or not writes_first_token("},
+            "numba": {"if writes_first_token(": "if offset < 0 and writes_first_token("},
         },
         "checks",
     ),

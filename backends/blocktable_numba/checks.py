@@ -85,117 +85,74 @@ def writes_first_token(groups, group, positions, start, token, position, local, 
 
 
 @device_function
-def check_block(groups, group, arena, checker, findings, positions, g, row, start, token, position, local, entry):
-    """Look at a token that is about to be written into a block, as of the last commit."""
+def find_shared(groups, group, arena, checker, positions, row, start, token, position, local, entry):
+    """Whether a token is about to be written into a block of another row's, as of the last commit."""
     block = divide(entry, groups[group + BLOCKS_PER_KV_BLOCK])
-    is_held = (arena[groups[group + HELD_START] + (block >> 5)] >> (block & 31)) & 1 > 0
-    if groups[group + BLOCK_STAMPS] < 0:
-        if is_held and wants(groups, group, SHARED_BLOCK_WRITTEN):
-            note(
-                groups,
-                group,
-                arena,
-                checker,
-                findings,
-                NOTES * row + SHARED_BLOCK_WRITTEN,
-                SHARED_BLOCK_WRITTEN,
-                g,
-                row,
-                token,
-                position,
-                entry,
-            )
-    else:
+    is_found = (arena[groups[group + HELD_START] + (block >> 5)] >> (block & 31)) & 1 > 0
+    if groups[group + BLOCK_STAMPS] >= 0:
         life = arena[groups[group + LIVES_START] + row]
         stamp = groups[group + BLOCK_STAMPS] + block
-        if checker[stamp] != life:
+        writer = checker[stamp]
+        if writer != life:
             writer = atomic_exchange(checker, stamp, life)
-            is_copy = arena[groups[group + COPIES_START] + block] == life
-            if is_held and writer != 0 and writer != life and not is_copy:
-                size = groups[group + TOKENS_PER_COLUMN] * groups[group + BLOCKS_PER_KV_BLOCK]
-                offset = local - divide(local, size) * size
-                if not writes_first_token(groups, group, positions, start, token, position, local, offset):
-                    note(
-                        groups,
-                        group,
-                        arena,
-                        checker,
-                        findings,
-                        NOTES * row + SHARED_BLOCK_WRITTEN,
-                        SHARED_BLOCK_WRITTEN,
-                        g,
-                        row,
-                        token,
-                        position,
-                        entry,
-                    )
+        is_found = is_found and writer != 0 and writer != life
+        if is_found and arena[groups[group + COPIES_START] + block] == life:
+            is_found = False
+        if is_found:
+            size = groups[group + TOKENS_PER_COLUMN] * groups[group + BLOCKS_PER_KV_BLOCK]
+            offset = local - divide(local, size) * size
+            if writes_first_token(groups, group, positions, start, token, position, local, offset):
+                is_found = False
+    return is_found
 
 
 @device_function
-def check_slot(groups, group, arena, checker, findings, g, row, token, position, entry, slot):
-    """Look at a slot that is about to be written."""
-    if groups[group + SLOT_STAMPS] >= 0:
-        call = checker[0]
-        if atomic_exchange(checker, groups[group + SLOT_STAMPS] + slot, call) == call:
-            note(
-                groups,
-                group,
-                arena,
-                checker,
-                findings,
-                NOTES * row + SLOT_WRITTEN_TWICE,
-                SLOT_WRITTEN_TWICE,
-                g,
-                row,
-                token,
-                position,
-                entry,
-            )
-
-
-@device_function
-def check_outside(groups, group, arena, checker, findings, g, row, token, position):
-    """Look at a token of this rank whose row has no column for it."""
-    life = arena[groups[group + LIVES_START] + row]
-    place = NOTES * np.int64(row)
-    if life > 0 and wants(groups, group, MISSING_BLOCK):
-        place += MISSING_BLOCK
-        note(groups, group, arena, checker, findings, place, MISSING_BLOCK, g, row, token, position, -1)
-    if life < 0 and wants(groups, group, UNSET_ROW):
-        note(groups, 0, arena, checker, findings, place + UNSET_ROW, UNSET_ROW, -1, row, token, position, -1)
-
-
-@device_function
-def check_stranger(groups, group, arena, checker, findings, row, max_num_rows, token, position):
-    """Look at a token whose row is outside the table; -1 is what says that there is none."""
-    is_mine = row != -1 and arena[groups[group + LIVES_START]] != 0 and wants(groups, group, UNSET_ROW)
-    if HAS_SHARDS and is_mine and groups[group + WORLD_SIZE] > 1:
+def is_this_ranks(groups, group, position):
+    """Whether this rank writes a position."""
+    is_mine = True
+    if HAS_SHARDS and groups[group + WORLD_SIZE] > 1:
         turn = divide(position, groups[group + INTERLEAVE_SIZE])
         is_mine = turn - divide(turn, groups[group + WORLD_SIZE]) * groups[group + WORLD_SIZE] == groups[group + RANK]
-    if is_mine:
-        unsigned = np.int64(row) & 0xFFFFFFFF
-        place = NOTES * (unsigned - divide_32(unsigned, max_num_rows) * max_num_rows)
-        note(groups, 0, arena, checker, findings, place, UNSET_ROW, -1, row, token, position, -1)
+    return is_mine
 
 
 @device_function
-def check_null(groups, group, arena, checker, findings, g, row, token, position, entry):
-    """Look at a token whose block is none."""
-    if wants(groups, group, NULL_WRITTEN):
+def check_token(
+    groups, group, arena, checker, findings, positions, max_num_rows, g, row, start, token, position, local, entry,
+    slot, is_row, is_inside, is_null,
+):  # fmt: skip
+    """Look at a token that this rank would write, as of the last commit.
+
+    is_row: whether its row is in the table; is_inside: whether that has a column for it; is_null: whether that holds no
+    block. One call of `note` for all kinds but one: each is a copy of it in the kernel.
+    """
+    lives_start = groups[group + LIVES_START]
+    kind, notes = 0, np.int64(row)
+    if not is_row:  # -1 is what says that there is none
+        if row != -1 and arena[lives_start] != 0 and is_this_ranks(groups, group, position):
+            kind = UNSET_ROW
+            unsigned = np.int64(row) & 0xFFFFFFFF
+            notes = unsigned - divide_32(unsigned, max_num_rows) * max_num_rows
+    elif not is_inside:
+        life = arena[lives_start + row]
+        kind = MISSING_BLOCK if life > 0 else UNSET_ROW if life < 0 else 0
+    elif is_null:
+        kind = NULL_WRITTEN
+    elif find_shared(groups, group, arena, checker, positions, row, start, token, position, local, entry):
+        kind = SHARED_BLOCK_WRITTEN
+    if kind > 0 and wants(groups, group, kind):
+        is_unset = kind == UNSET_ROW
+        place = NOTES * notes + (kind if is_row else 0)
+        shown_entry = entry if is_inside else np.int64(-1)
+        shown_group, noting = (-1, 0) if is_unset else (g, group)
         note(
-            groups,
-            group,
-            arena,
-            checker,
-            findings,
-            NOTES * row + NULL_WRITTEN,
-            NULL_WRITTEN,
-            g,
-            row,
-            token,
-            position,
-            entry,
-        )
+            groups, noting, arena, checker, findings, place, kind, shown_group, row, token, position, shown_entry
+        )  # fmt: skip
+    if is_inside and not is_null and groups[group + SLOT_STAMPS] >= 0:
+        call = checker[0]
+        if atomic_exchange(checker, groups[group + SLOT_STAMPS] + slot, call) == call:
+            place = NOTES * notes + SLOT_WRITTEN_TWICE
+            note(groups, group, arena, checker, findings, place, SLOT_WRITTEN_TWICE, g, row, token, position, entry)
 
 
 @device_function

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda
 
-from blocktable_numba.checks import check_block, check_null, check_outside, check_request, check_slot, check_stranger
+from blocktable_numba.checks import check_request, check_token
 from blocktable_numba.common import (
     BATCH_START,
     BLOCKS_PER_KV_BLOCK,
@@ -300,9 +300,7 @@ def map_token(
         if CHECKED:
             start = query_start_loc[max(request, 0)]
     is_row = (row >= 0) & (row < max_num_rows)
-    is_checked = groups[group + HELD_START] > 0
-    if CHECKED and is_checked and is_valid and not is_row and request >= 0 and position >= 0:
-        check_stranger(groups, group, arena, checker, findings, row, max_num_rows, token, position)
+    is_stranger = is_valid & (not is_row) & (request >= 0) & (position >= 0)
     is_valid = is_valid & is_row & (position >= 0)
     columns = arena[np.int64(g) * max_num_rows + row] if is_valid else 0
     local = position if is_valid else np.int64(0)
@@ -319,21 +317,17 @@ def map_token(
     # step 6: which kernel block
     is_entry = is_valid & (column < width)
     block_id = np.int64(arena[table_start + row * width + column] if is_entry else 0)
-    if CHECKED and is_checked and is_valid and column >= columns:
-        check_outside(groups, group, arena, checker, findings, g, row, token, position)
-    is_valid = is_valid & (column < columns)
-    if CHECKED and is_valid and is_checked:
-        if is_missing(block_id, null_start, blocks_per_kv_block):
-            check_null(groups, group, arena, checker, findings, g, row, token, position, block_id)
-        else:
-            check_block(
-                groups, group, arena, checker, findings, positions, g, row, start, token, position, local, block_id
-            )
-            slot = block_id * tokens_per_column + (local - column * tokens_per_column)
-            check_slot(groups, group, arena, checker, findings, g, row, token, position, block_id, slot)
+    is_mine, is_valid = is_valid | is_stranger, is_valid & (column < columns)
+    slot = block_id * tokens_per_column + (local - column * tokens_per_column)
+    if CHECKED and is_mine and groups[group + HELD_START] > 0:
+        is_null = is_missing(block_id, null_start, blocks_per_kv_block)
+        check_token(
+            groups, group, arena, checker, findings, positions, max_num_rows, g, row, start, token, position, local,
+            block_id, slot, is_row, is_valid, is_null,
+        )  # fmt: skip
     if HAS_NULL_PADS and null_is_pad:
         is_valid = is_valid & (not is_missing(block_id, null_start, blocks_per_kv_block))
-    return block_id * tokens_per_column + (local - column * tokens_per_column) if is_valid else pad_slot_id
+    return slot if is_valid else pad_slot_id
 
 
 @cuda.jit
