@@ -108,7 +108,7 @@ class BlockTable(RowOperations, ExportCalls):
         self._num_commits = 0  # with changes
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
-        self._checker = make_checker(self.check, config, self.backend, self.store, findings)
+        self._checker = make_checker(self.check, config, self.backend, device, self.store, findings)
         if self._checker is not None:
             self._rows = self._checker.watch(self._rows)
         self._views = BufferViews(config, self.store)

@@ -19,7 +19,7 @@ from blocktable_vllm import settings
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")]
 SPEC = (ROOT / "docs/spec.md").read_text()
-RULES = [f"R{number}" for number in range(1, 38)]
+RULES = [f"R{number}" for number in range(1, 41)]
 
 
 def blocks(page: str, language: str, mark: str | None = None) -> list[str]:

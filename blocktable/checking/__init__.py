@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ConfigError
@@ -96,7 +96,7 @@ def plan_checking(mode: CheckMode, config: BlockTableConfig, findings: Findings)
 
 
 def make_checker(
-    mode: CheckMode, config: BlockTableConfig, backend: Backend, store: BlockStore, findings: Findings
+    mode: CheckMode, config: BlockTableConfig, backend: Backend, device: Any, store: BlockStore, findings: Findings
 ) -> Checker | None:
     """Return the checker of a table; None for "off". config: as `plan_checking` returned it."""
     if mode == "off":
@@ -105,4 +105,4 @@ def make_checker(
     from blocktable.checking.host import HostChecker
 
     makers: dict[str, Callable[..., Checker]] = {"host": HostChecker, "device": DeviceChecker}
-    return makers[mode](config, backend, store, findings)
+    return makers[mode](config, backend, device, store, findings)

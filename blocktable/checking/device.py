@@ -249,7 +249,9 @@ class DeviceChecker:
     Rules: R38, R39.
     """
 
-    def __init__(self, config: BlockTableConfig, backend: Backend, store: BlockStore, findings: Findings) -> None:
+    def __init__(
+        self, config: BlockTableConfig, backend: Backend, device: Any, store: BlockStore, findings: Findings
+    ) -> None:
         self.config = config
         self.findings = findings
         self.lives: Any = DeviceLives(config)
@@ -277,6 +279,9 @@ class DeviceChecker:
 
     def before_row_call(self) -> None:
         self.lives.tell()
+
+    def hand_in(self, group: int, ids: IntArray) -> bool:
+        return self.holders.pools[group].hand_in(ids)
 
     def has_replaced(self, rows: IntArray, group: int, ids: IntArray) -> None:
         if self._copies[group]:
@@ -350,6 +355,8 @@ class DeviceChecker:
             return
         change = self.holders.difference(self._rows)
         self.holders.apply(change, self.num_commits)
+        for shared in set(self.holders.pools):
+            shared.epoch += 1
         counts = change.entries[: int(change.entries.searchsorted(self._num_counts))]
         self.lives.note_counts(counts % self.config.num_rows, self.holders.filled)
         journal, mirror = self._rows.journal, self._mirror

@@ -12,7 +12,7 @@ from blocktable.host_path import HostPath
 from blocktable.protocols import IntArray, ranges
 
 DENSE_BLOCKS = 1 << 22
-"""Blocks of the largest pool that has room for each of its ids; 24 bytes a block, taken when they are touched."""
+"""Blocks of the largest pool that has room for each of its ids; 36 bytes a block, taken when they are touched."""
 
 PAGE_BITS = 10
 """Ids of other pools are looked up in pages of so many bits."""
@@ -38,37 +38,49 @@ class Pool:
 
     Attributes:
         groups: the groups.
+        is_dense: whether a block stands at its own id, in arrays that stay the same.
         counts: int32. Columns that hold the block.
         cells: int64. Sum of the cells that hold it.
         since: int64. Commits before the one by which it was taken last.
         writers: int64. The life of the row that wrote into it last; 0: none that is known.
+        handed: int64. `epoch` when it was last handed in by a row operation.
+        epoch: changes with every commit of changes.
     """
 
-    arrays: tuple[str, ...] = ("counts", "cells", "since", "writers")
+    arrays: tuple[str, ...] = ("counts", "cells", "since", "writers", "handed")
 
     def __init__(self, groups: tuple[int, ...], limit: int) -> None:
         self.groups: tuple[int, ...] = groups
-        self._is_dense = limit <= DENSE_BLOCKS
-        size = limit if self._is_dense else 1 << PAGE_BITS
-        self._pages: IntArray = np.zeros(1 if self._is_dense else (limit >> PAGE_BITS) + 1, np.int32)
+        self.is_dense: bool = limit <= DENSE_BLOCKS
+        size = limit if self.is_dense else 1 << PAGE_BITS
+        self._pages: IntArray = np.zeros(1 if self.is_dense else (limit >> PAGE_BITS) + 1, np.int32)
         self._num_pages = 1  # the first one is nobody's: ids that were never held are found there
         self.counts: IntArray = np.zeros(size, np.int32)
         self.cells: IntArray = np.zeros(size, np.int64)
         self.since: IntArray = np.zeros(size, np.int64)
         self.writers: IntArray = np.zeros(size, np.int64)
+        self.handed: IntArray = np.zeros(size, np.int64)
+        self.epoch: int = 1
 
     def index(self, ids: IntArray) -> IntArray:
         """Return where blocks stand in the arrays. ids: integers from 0 on, of any shape."""
-        if self._is_dense:
+        if self.is_dense:
             return ids
         places: IntArray = (self._pages[ids >> PAGE_BITS].astype(np.int64) << PAGE_BITS) + (
             ids & ((1 << PAGE_BITS) - 1)
         )
         return places
 
+    def hand_in(self, ids: IntArray) -> bool:
+        """Note blocks that a row operation hands in; return whether any of them may be in a row already."""
+        index = self.index(ids)
+        may_be_held = bool(self.counts[index].any() or (self.handed[index] == self.epoch).any())
+        self.handed[index] = self.epoch
+        return may_be_held
+
     def hold(self, ids: IntArray, cells: IntArray, step: int) -> None:
         """Note that cells take blocks; ids may repeat. ids, cells: [n] integers."""
-        if not self._is_dense:
+        if not self.is_dense:
             self._make_room(ids)
         index = self.index(ids)
         np.add.at(self.counts, index, 1)

@@ -33,6 +33,9 @@ class RowWatcher(Protocol):
     def before_row_call(self) -> None:
         """A row operation is about to change the rows. It is not refused any more."""
 
+    def hand_in(self, group: int, ids: IntArray) -> bool:
+        """Blocks come into rows; return whether any of them may be in a row of the pool already. ids: [n] int64."""
+
     def has_replaced(self, rows: IntArray, group: int, ids: IntArray) -> None:
         """Blocks took the place of others inside rows: what those held was copied into them.
 
@@ -164,7 +167,9 @@ class CheckedRows:
         if found.any():
             ids[found] = new[order][old[order].searchsorted(ids[found])]
             if group in self._with_distinct:
-                self._report_twice(group, Held(held.rows, held.places, ids, found))
+                is_block = ids != self._nulls[group]
+                self._watcher.hand_in(group, ids[found & is_block])
+                self._report_twice(group, Held(*(a[is_block] for a in (held.rows, held.places, ids, found))))
         self._rows.remap(group, old, new)
         self._lives.unmark(np.unique(held.rows[found]))
         is_block = found & (ids != self._nulls[group])
@@ -249,8 +254,12 @@ class CheckedRows:
             is_replaced: (index of a row, place) -> whether what stands there goes. None: nothing goes.
         """
         is_block = new.ids != self._nulls[group]
-        new = Held(*(array[is_block] for array in new))
-        if rows.size:
+        if not is_block.all():
+            new = Held(*(array[is_block] for array in new))
+        may_be_held = self._watcher.hand_in(group, new.ids)
+        if not may_be_held and np.unique(new.ids).size == new.ids.size:
+            return
+        if rows.size and may_be_held:
             old = self._held(group, rows)
             stays = np.isin(old.ids, new.ids)
             if stays.any() and is_replaced is not None:

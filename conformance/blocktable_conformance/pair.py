@@ -21,7 +21,13 @@ from blocktable import (
 )
 from blocktable_conformance.asserts import check, check_array, check_slots, check_table, fail, joined
 from blocktable_conformance.oracle import OracleTable, Refused, Slot, Table
-from blocktable_conformance.oracle_findings import COMPARED, Summary, expected_findings, summary
+from blocktable_conformance.oracle_findings import (
+    COMPARED,
+    Summary,
+    expected_duplicates,
+    expected_findings,
+    summary,
+)
 from blocktable_conformance.subject import HostArray, Subject, address
 
 RULES_OF_REFUSALS = {"RowCapacityError": "R6", "RowIndexError": "R7", "DtypeError": "R7", "ArgumentError": "R4, R7"}
@@ -144,9 +150,16 @@ class Pair:
 
     def do(self, operation: str, *args: Any) -> None:
         """Run a row operation on both: they accept it alike or refuse it alike, and the hosts are equal after it."""
+        given = [plain(arg) for arg in args]
+        held, found = [[list(blocks) for blocks in rows] for rows in self.oracle.rows], len(self.findings)
         refused = self._refused_by_oracle(operation, args)
         raised = self._raised_by_table(operation, args)
         call = f"{operation}{args!r}"
+        if self._mode != "off":
+            expected = [] if refused else expected_duplicates(self.oracle, held, operation, given)
+            new = [each for each in self.findings[found:] if each.kind == "duplicate_block"]
+            got = sorted((each.group, each.row) for each in new)
+            check(got == expected, "R40", f"{call} hands blocks in twice in {expected}, found {got}.")
         if refused is None:
             self._is_used |= operation not in ONTO_ITSELF or args[0] != args[1]
             if raised is not None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from blocktable import BlockTableConfig
 from blocktable.rows import NumpyRows
+from blocktable_compiled.checks import TokenCheck
 from blocktable_compiled.drop_in import append_equally
 from blocktable_compiled.journal import CompiledJournal
 from blocktable_compiled.operations import Operations
@@ -25,6 +26,7 @@ class CompiledRows(NumpyRows):
     journal: CompiledJournal
     journal_type = CompiledJournal
     append_equally = staticmethod(append_equally)
+    token_check = TokenCheck
 
     def __init__(self, config: BlockTableConfig) -> None:
         super().__init__(config)

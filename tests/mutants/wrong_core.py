@@ -86,7 +86,7 @@ def remaps_chain(patch: pytest.MonkeyPatch) -> None:
     right = NumpyRows.remap
 
     def remap(self: NumpyRows, group: int, old_ids: Any, new_ids: Any) -> None:
-        for old, new in zip(*self._check_mapping(group, old_ids, new_ids), strict=True):
+        for old, new in zip(*self.check_mapping(group, old_ids, new_ids), strict=True):
             right(self, group, [int(old)], [int(new)])
 
     patch.setattr(NumpyRows, "remap", remap)
