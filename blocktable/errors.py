@@ -33,7 +33,7 @@ class RowCapacityError(BlockTableError, ValueError):
 
 
 class NoFreeRowError(BlockTableError, IndexError):
-    """Every row of the table belongs to a request; nothing was changed (R45)."""
+    """Every row of the table belongs to a request; nothing was changed (R42)."""
 
 
 class UnknownBackendError(BlockTableError, LookupError):

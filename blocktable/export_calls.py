@@ -157,6 +157,8 @@ class ExportCalls(Inspection):
             if self._checker is not None:
                 self._checker.before_export(found, chosen, batch, planned.buffers, handle)
         self._run_export(planned, batch, handle)
+        if self._checker is not None:
+            self._checker.after_call()
         return planned.result
 
     def export_host(

@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
-from blocktable.checking import CheckMode, check_mode, make_checker
+from blocktable.checking import CheckMode, check_mode, make_checker, plan_checking
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ConfigError, DtypeError, UnsupportedError
 from blocktable.export_calls import ExportCalls
 from blocktable.exports import ExportSets, check_groups
-from blocktable.findings import CheckKinds, Finding
+from blocktable.findings import CheckKinds, Finding, Findings
 from blocktable.host_path import make_rows
 from blocktable.inputs import Reading, read_each, read_step, torch_modes_off, without_torch_modes
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
@@ -62,7 +62,7 @@ class BlockTable(RowOperations, ExportCalls):
         on_finding: is called with each `Finding`; then none raises, and calls go on.
 
     Attributes:
-        config: as given.
+        config: as given; in device mode with what kernels check (`check_plan`).
         backend: the backend object.
         device: as given.
         check: the mode.
@@ -95,13 +95,16 @@ class BlockTable(RowOperations, ExportCalls):
         if step_path not in get_args(StepPath):
             raise ConfigError(f"step_path must be one of {get_args(StepPath)}, got {step_path!r}.")
         self.check: CheckMode = check_mode(check)
-        self.config = config
+        findings = Findings(len(config.groups), check_kinds, on_finding)
+        self.config = config = plan_checking(self.check, config, findings)
         self.backend: Backend = get_backend(backend) if isinstance(backend, str) else check_backend(backend)
         self.device = device
         if config.slot_dtype == "int32":
             self._require("int32_slots", 'slot_dtype="int32"')
         if step_path == "fused":
             self._require("fused_step", 'step_path="fused"')
+        if self.check == "device":
+            self._require("device_checks", 'check="device"')
         self._has_streams = "streams" in self.backend.capabilities
         self._current_stream: Callable[[], int | None] = current_stream_getter(None)  # of who made the last inputs
         self._rows = make_rows(config)
@@ -110,7 +113,7 @@ class BlockTable(RowOperations, ExportCalls):
         self._num_commits = 0  # with changes
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
-        self._checker = make_checker(self.check, config, self.backend, device, self.store, check_kinds, on_finding)
+        self._checker = make_checker(self.check, config, self.backend, device, self.store, findings)
         if self._checker is not None:
             self._rows = self._checker.watch(self._rows)
         self._views = BufferViews(config, self.store)
@@ -120,6 +123,11 @@ class BlockTable(RowOperations, ExportCalls):
         self._lender: Any = self.store if hasattr(self.store, "lend") else None
         can_fuse = self._lender is not None and "fused_step" in self.backend.capabilities
         self._is_fused = can_fuse and step_path != "separate"
+        if step_path == "fused" and not can_fuse:
+            raise UnsupportedError(
+                f'Backend {self.backend.name!r} has no fused step that checks: with check="device" leave step_path '
+                'to "auto", or set it to "separate".'
+            )
         self._prepares = self._is_fused and hasattr(self.store, "prepare_step")
         self.buffers: StepBuffers = self.create_buffers()
         self._own_views = self._views.of(self.buffers)
@@ -154,6 +162,8 @@ class BlockTable(RowOperations, ExportCalls):
         if self._checker is not None:
             self._checker.before_commit(handle)
         self._commit(handle)
+        if self._checker is not None:
+            self._checker.after_call()
 
     def _commit(self, stream: int | None) -> None:
         if self._lender is None:
@@ -267,6 +277,8 @@ class BlockTable(RowOperations, ExportCalls):
             self._checker.before_slots(batch, num_tokens_padded, chosen, handle)
         options: Any = {} if chosen is None else {"groups": chosen}  # what most calls of a mapper never see
         self.mapper.compute_slot_mappings(batch, arrays, stream=handle, **options)
+        if self._checker is not None:
+            self._checker.after_call()
         return returned
 
     def step(
@@ -420,6 +432,8 @@ class BlockTable(RowOperations, ExportCalls):
             else:
                 views.held = batch_key(plan.num_reqs, arrays[0], arrays[1])
             views.held_commits = self._num_commits
+        if self._checker is not None:
+            self._checker.after_call()
         return handle
 
     def _run_batch(self, batch: Batch, buffers: StepBuffers, stream: int | None) -> None:
@@ -529,7 +543,7 @@ class BlockTable(RowOperations, ExportCalls):
         buffers = self.store.create_buffers()
         dummy, starts, positions, computed = (
             self.backend.from_host(np.array(values, dtype), self.device)
-            for values, dtype in (([-1], np.int32), ([0, 1], np.int32), ([0], np.int64), ([0], np.int32))
+            for values, dtype in (([-1], np.int32), ([0, 0], np.int32), ([0], np.int64), ([0], np.int32))
         )
         for idx_mapping in (dummy, None):
             for num_computed_tokens in (None, computed):
@@ -556,6 +570,9 @@ class BlockTable(RowOperations, ExportCalls):
             for buffers in self._views:
                 self.store.reset_buffers(buffers, stream=stream)
             self._exports.reset(stream)
+            if self.check == "device":
+                store: Any = self.store
+                store.reset_checks(stream=stream)
 
     def _end_commit(self) -> None:
         """Forget what the store has taken; until then it stays pending."""

@@ -18,6 +18,7 @@ from blocktable import (
     StepBuffers,
     Writes,
 )
+from blocktable_numpy.checks import Checks
 from blocktable_numpy.exports import (
     clear_inverse_map,
     count_entries,
@@ -57,6 +58,8 @@ class NumpyBlockStore:
         fillers: [num_groups] int32. What an entry without a block holds.
         null_starts: [num_groups] int64. First kernel block of the null block; -k where there is none.
         blocks_per_kv_block: [num_groups] int64.
+        checks: what kernels check with; None: they check nothing.
+        findings: their records (`check_plan`); None: there are none.
     """
 
     def __init__(self, config: BlockTableConfig) -> None:
@@ -69,6 +72,16 @@ class NumpyBlockStore:
         self.fillers: Ints = np.array(arena.fillers, np.int32)
         self.null_starts: Ints = np.array([group.null_start for group in config.groups])
         self.blocks_per_kv_block: Ints = np.array([group.blocks_per_kv_block for group in config.groups])
+
+        self.checks: Checks | None = None if config.check_plan is None else Checks(config, self.arena)
+        self.findings: Ints | None = None if self.checks is None else self.checks.findings
+
+    def collect_findings(self) -> None:
+        """Everything that was found is there."""
+
+    def reset_checks(self, *, stream: int | None) -> None:
+        if self.checks is not None:
+            self.checks.checker.fill(0)
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
         apply_changes(writes.offsets, writes.lengths, writes.values, self.arena)

@@ -92,7 +92,7 @@ class HostChecker:
     def hand_in(self, group: int, ids: IntArray) -> bool:
         return self.holders.pools[group].hand_in(ids)
 
-    def has_replaced(self, group: int, ids: IntArray) -> None:
+    def has_replaced(self, rows: IntArray, group: int, ids: IntArray) -> None:
         pool = self.holders.pools[group]
         pool.writers[pool.index(ids)] = 0
 
@@ -157,6 +157,9 @@ class HostChecker:
             self._check_cut(layout, groups, batch, out)
         else:
             self._check_held(layout, groups, batch, out)
+
+    def after_call(self) -> None:
+        """Each call has told all before it did anything."""
 
     def collect(self) -> None:
         """Nothing is left: each call has told all."""

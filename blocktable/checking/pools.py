@@ -47,6 +47,8 @@ class Pool:
         epoch: changes with every commit of changes.
     """
 
+    arrays: tuple[str, ...] = ("counts", "cells", "since", "writers", "handed")
+
     def __init__(self, groups: tuple[int, ...], limit: int) -> None:
         self.groups: tuple[int, ...] = groups
         self.is_dense: bool = limit <= DENSE_BLOCKS
@@ -100,7 +102,7 @@ class Pool:
         self._num_pages += pages.size
         size = self._num_pages << PAGE_BITS
         if size > self.counts.size:
-            for name in ("counts", "cells", "since", "writers", "handed"):
+            for name in self.arrays:
                 old = getattr(self, name)
                 new = np.zeros(2 * size, old.dtype)
                 new[: old.size] = old
@@ -116,6 +118,8 @@ class Holders:
         pools: group -> its pool.
     """
 
+    pool_type: type[Pool] = Pool
+
     def __init__(self, config: BlockTableConfig) -> None:
         self.config = config
         self.arena: IntArray = config.arena.empty()
@@ -126,7 +130,7 @@ class Holders:
             first = group if name is None else names.index(name)
             if first not in made:
                 members = (group,) if name is None else tuple(i for i, other in enumerate(names) if other == name)
-                made[first] = Pool(members, max(config.groups[member].block_id_limit for member in members))
+                made[first] = self.pool_type(members, max(config.groups[member].block_id_limit for member in members))
         self.pools: list[Pool] = [made[i if name is None else names.index(name)] for i, name in enumerate(names)]
         self._bounds = np.array(config.arena.group_offsets, np.int64)
 

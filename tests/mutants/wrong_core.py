@@ -434,13 +434,13 @@ def positions_of_any_group_are_mapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockTable, "map_positions", map_positions)
 
 
-@_mutant("R45")
+@_mutant("R42")
 def a_request_that_grew_gets_all_of_its_list_again(patch: pytest.MonkeyPatch) -> None:
     right = Requests._new_ids
     patch.setattr(Requests, "_new_ids", lambda self, kept, ids: ids if right(self, kept, ids) else None)
 
 
-@_mutant("R47")
+@_mutant("R44")
 def a_mapping_keeps_rows_of_a_longer_batch(patch: pytest.MonkeyPatch) -> None:
     right = Requests.idx_mapping
 
