@@ -524,10 +524,10 @@ def step_batch(
         # apply_changes is done: the host may use the changes' memory again
         tl.store(_pointer(shown_mark, tl.int64), mark, mask=(mark > 0) & (program == last_programs))
         if CHECKED & FEATURES:
-            first = (program - last_programs) * TILE
-            while first < num_reqs:
-                _check_requests(inputs, _pointer(groups, tl.int64), arena_ptr, checks, first, TILE)
-                first += (tl.num_programs(0) - last_programs) * TILE
+            first_request = (program - last_programs) * TILE
+            while first_request < num_reqs:
+                _check_requests(inputs, _pointer(groups, tl.int64), arena_ptr, checks, first_request, TILE)
+                first_request += (tl.num_programs(0) - last_programs) * TILE
     else:
         program -= gather_blocks
         g = _divide(program, blocks_per_group)

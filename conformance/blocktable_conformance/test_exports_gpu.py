@@ -169,19 +169,22 @@ def test_no_export_waits_allocates_or_compiles(subject_once: Subject, torch: Any
 
     results = [export(which, batches[0]) for which in captured.exports]
     torch.cuda.synchronize()
-    compiled, free = backend.num_compilations, torch.cuda.mem_get_info()[0]
-    for which, result in zip(captured.exports, results, strict=True):
-        with held(torch, stream) as hold:  # each anew: a stream queues so many launches only
-            for batch in batches:
-                again = export(which, batch)
-                check(hold.is_busy, "R22, R25.10", f"an export of {which.layout.kind} waited for the device.")
-                check(again is result, "R25.10", f"an export of {which.layout.kind} made new views.")
+    compiled, has_stayed = backend.num_compilations, False
+    for _ in range(3):  # other processes use the device too: its free bytes must stay in one round
+        free = torch.cuda.mem_get_info()[0]
+        for which, result in zip(captured.exports, results, strict=True):
+            with held(torch, stream) as hold:  # each anew: a stream queues so many launches only
+                for batch in batches:
+                    again = export(which, batch)
+                    check(hold.is_busy, "R22, R25.10", f"an export of {which.layout.kind} waited for the device.")
+                    check(again is result, "R25.10", f"an export of {which.layout.kind} made new views.")
+        has_stayed = has_stayed or torch.cuda.mem_get_info()[0] >= free
     check(
         backend.num_compilations == compiled,
         "R21, R25.10",
         "something was compiled after an export's buffers were made.",
     )
-    check(torch.cuda.mem_get_info()[0] >= free, "R25.10", "an export allocated memory on the device.")
+    check(has_stayed, "R25.10", "an export allocated memory on the device.")
     captured.check(*padded)
 
 
