@@ -459,7 +459,8 @@ class Pair:
         if self._mode == "device":
             modes = [self.oracle.shapes[group].slot_mode for group in (self._groups() if groups is None else groups)]
             is_looked_at = groups is None or "linear" in modes or "ring" in modes
-            self._check_device_findings(before, expected if is_looked_at else [], with_windows)
+            if is_looked_at:
+                self._check_device_findings(before, expected, with_windows)
             return
         got = sorted(
             summary(finding)
