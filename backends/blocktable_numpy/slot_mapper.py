@@ -53,9 +53,7 @@ class NumpySlotMapper:
         query_start_loc, positions = host_array(batch.query_start_loc), host_array(batch.positions)
         checks = self.store.checks
         checked: Any = {}
-        if checks is not None and any(
-            map(checks.is_checked, range(len(self.store.config.groups)) if key is None else key)
-        ):
+        if checks is not None and (key is None or any(map(checks.is_checked, key))):
             check_requests(idx_mapping, query_start_loc, positions, checks)
             given = idx_mapping if batch.idx_mapping is None else host_array(batch.idx_mapping).astype(np.int64)
             checked = {"look": partial(check_tokens, checks=checks), "rows": given}

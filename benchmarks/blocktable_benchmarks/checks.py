@@ -104,7 +104,8 @@ def _host_time(table: bt.BlockTable, step: Callable[[], object], steps: int) -> 
 
 def as_lines(found: list[dict[str, Any]]) -> str:
     """Return the results as text, one line each; shares are of the unchecked table's."""
-    lines, base = [], {}
+    lines: list[str] = []
+    base: dict[tuple[str, str], dict[str, Any]] = {}
     for each in found:
         place = each["backend"], each["workload"]
         base.setdefault(place, each)

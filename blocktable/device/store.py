@@ -392,7 +392,7 @@ class DeviceStore:
             native, is_capturing = self._order.enter(stream)
             addresses, staged = self._place(inputs_of(batch), native, is_capturing=is_capturing)
             inputs = self._launches.inputs(addresses)
-            if any(self.config.groups[group].slot_mode in ("linear", "ring") for group in chosen):
+            if not is_named or any(self.config.groups[group].slot_mode in ("linear", "ring") for group in chosen):
                 run(self._launches.check_requests(inputs, batch), native)
             for numbers, *slots in runs:
                 run(self._launches.map_slots(inputs, batch, *slots, groups=numbers, is_named=is_named), native)
