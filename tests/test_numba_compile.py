@@ -17,6 +17,8 @@ ARCHITECTURES = (80, 90, 100)
 KERNELS = (*(kernel.name for kernel in (*PLAIN_KERNELS, *CHECK_KERNELS)), "step_batch")
 EXPORTS = tuple(kernel.name for kernel in EXPORT_KERNELS)
 FEATURES = ("all", "none")
+CHECKING = ("apply_changes", "map_slots", "step_batch")
+"""What has a form that checks, which takes three times as long to compile: for one GPU and dtype."""
 SLOT_DTYPES = ("int64", "int32")
 BITS = {"i": 32, "q": 64, "Q": 64}
 
@@ -26,7 +28,7 @@ from numba import cuda
 from numba.cuda.cudadrv import nvvm
 from blocktable_numba.driver import KNOWN, numba_types, specialised
 
-features = {"all": KNOWN, "none": frozenset()}
+features = {"all": KNOWN - {"CHECKED"}, "none": frozenset()}
 found = {}
 if nvvm.is_available():
     for architecture in ARCHITECTURES:
@@ -36,6 +38,9 @@ if nvvm.is_available():
                     kernel = specialised(name, known).py_func
                     ptx, _ = cuda.compile_ptx(kernel, numba_types(name, slot_dtype), cc=divmod(architecture, 10))
                     found[f"{architecture} {slot_dtype} {name} {label}"] = ptx
+    for name in CHECKING:
+        ptx, _ = cuda.compile_ptx(specialised(name, KNOWN).py_func, numba_types(name, "int64"), cc=(9, 0))
+        found[f"90 int64 {name} checked"] = ptx
 print(json.dumps(found))
 """
 
@@ -48,8 +53,8 @@ def compiled() -> dict[str, str]:
     """
     if importlib.util.find_spec("numba_cuda") is None:
         pytest.skip("numba-cuda is not installed: tox -e conformance-numba")
-    given = ARCHITECTURES, SLOT_DTYPES, KERNELS + EXPORTS, EXPORTS
-    source = f"ARCHITECTURES, SLOT_DTYPES, NAMES, EXPORTS = {given!r}\n{COMPILE}"
+    given = ARCHITECTURES, SLOT_DTYPES, KERNELS + EXPORTS, EXPORTS, CHECKING
+    source = f"ARCHITECTURES, SLOT_DTYPES, NAMES, EXPORTS, CHECKING = {given!r}\n{COMPILE}"
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
     command = [sys.executable, "-W", "error", "-c", source]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -68,6 +73,12 @@ def test_kernels_compile_ahead_of_time(
     compiled: dict[str, str], architecture: int, slot_dtype: str, name: str, features: str
 ) -> None:
     check_ptx(name, architecture, compiled[f"{architecture} {slot_dtype} {name} {features}"])
+
+
+@pytest.mark.parametrize("name", CHECKING)
+def test_kernels_that_check_compile_ahead_of_time(compiled: dict[str, str], name: str) -> None:
+    """Rules: R41."""
+    check_ptx(name, 90, compiled[f"90 int64 {name} checked"])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -20,7 +20,7 @@ import pytest
 from blocktable.device import FEATURES, SIGNATURES, KernelOptions
 
 KERNELS = tuple(name for name in SIGNATURES if name != "apply_changes_by_value")
-ALL = frozenset(FEATURES) - {"OVERLAPS"}
+ALL = frozenset(FEATURES) - {"OVERLAPS", "CHECKED"}
 VARIANTS = {
     **{name: (name, ALL) for name in (*KERNELS, "map_slots_long", "step_batch_long")},
     "apply_changes": ("apply_changes", frozenset()),
@@ -29,6 +29,7 @@ VARIANTS = {
         for name in ("gather_block_tables", "map_slots", "map_slots_long", "step_batch", "step_batch_long")
     },
     **{f"{name} overlapping": (name, frozenset({"OVERLAPS"})) for name in ("apply_changes", "step_batch")},
+    **{f"{name} checking": (name, ALL | {"CHECKED"}) for name in ("apply_changes", "map_slots", "step_batch")},
 }
 """Variant -> the kernel as the driver is asked for it, and its features."""
 TYPED = tuple(name for name in KERNELS if "slot*" in SIGNATURES[name].declaration)
@@ -40,11 +41,14 @@ TARGETS = {
     "gfx942": (("hip", "gfx942", 64), "amdgcn", "gfx942"),
 }
 OVERLAPPING = ("sm_90", "sm_100")
+CHECKING = ("sm_90", "gfx942")
 OUTPUT_TYPES = ("int64", "int32")
 
 
 def targets_of(variant: str) -> tuple[str, ...]:
     """Return what a variant can be compiled for."""
+    if variant.endswith("checking"):
+        return CHECKING
     return OVERLAPPING if variant.endswith("overlapping") else tuple(TARGETS)
 
 
