@@ -349,7 +349,7 @@ class NumpyRows:
         ids, blocks = self.check_replacement(rows, group, starts, block_ids, counts)
         expansion = int(self.columns_per_block[group, 0])
         first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
-        self._exchange(ranges(first + starts * expansion, blocks * expansion), self._group_kernel_ids(group, ids))
+        self.exchange(ranges(first + starts * expansion, blocks * expansion), self._group_kernel_ids(group, ids))
 
     def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
         old, new = self.check_mapping(group, old_ids, new_ids)
@@ -368,7 +368,7 @@ class NumpyRows:
         place = order[place]
         found = old[place] == held
         columns = entries[found][:, None] + np.arange(expansion)
-        self._exchange(columns.ravel(), self._group_kernel_ids(group, new[place[found]]))
+        self.exchange(columns.ravel(), self._group_kernel_ids(group, new[place[found]]))
 
     def check_mapping(self, group: int, old_ids: Any, new_ids: Any) -> tuple[IntArray, IntArray]:
         old = int_array("old_ids", [] if old_ids is None else old_ids)
@@ -480,13 +480,12 @@ class NumpyRows:
             self._store(entries[changed], values[changed])
         self._null(starts + columns, np.maximum(filled - columns, 0))
 
-    def _exchange(self, entries: IntArray, values: IntArray) -> None:
-        """Write values [n] to entries [n] of the mirror where they differ from what stands there."""
+    def exchange(self, entries: IntArray, values: IntArray) -> None:
         changed = self.mirror[entries] != values
         self._store(entries[changed], values[changed])
 
     def _store(self, entries: IntArray, values: IntArray) -> None:
-        self.journal.mark(*_runs(entries))  # first: what is noted in vain does no harm
+        self.journal.mark(*runs_of(entries))  # first: what is noted in vain does no harm
         self.mirror[entries] = values
 
     def _null(self, starts: IntArray, columns: IntArray, fillers: Any = None) -> None:
@@ -535,7 +534,7 @@ def _entries(starts: IntArray, lengths: IntArray) -> IntArray:
     return ranges(starts, lengths)
 
 
-def _runs(entries: IntArray) -> tuple[IntArray, IntArray]:
+def runs_of(entries: IntArray) -> tuple[IntArray, IntArray]:
     """Return entries [n] int64 as ranges: a new one wherever an entry does not follow the one before it."""
     if not entries.size:
         return entries, entries

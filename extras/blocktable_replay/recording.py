@@ -140,7 +140,10 @@ class Recorder:
         self._groups: Any = None  # whose slots it writes; None: all
         self._observation: Observation | None = None
         self._writer = ChunkWriter(self.path, _head(table))
-        self._put_rows(table)
+        rows = np.flatnonzero(table.num_blocks_per_row.any(0))
+        if rows.size:
+            self._put_rows(table, rows)
+            self._put("commit", ())
         if self._is_open:
             _recorded.add(table)
             self._observation = table.observe(self)
@@ -196,6 +199,10 @@ class Recorder:
         if call == "create_buffers":
             self._sets.append(weakref.ref(result))
             self._put(call, ())
+        elif call == "apply_changes" and result.size:
+            table = self._table()
+            assert table is not None
+            self._put_rows(table, result)
         elif self._digests and call == "step_metadata":
             tables, slots = zip(*((group.block_table, group.slot_mapping) for group in result.groups), strict=True)
             self._put_digest("step", Step(tables, slots))
@@ -273,18 +280,14 @@ class Recorder:
             slots = slots if groups is None else [slots[group] for group in np.atleast_1d(groups).tolist()]
         self.add_digest(output_digest([self._to_host(array) for array in (*tables, *slots)]))
 
-    def _put_rows(self, table: BlockTable) -> None:
-        """Write down what the table holds already, as calls that lead there."""
+    def _put_rows(self, table: BlockTable, rows: IntArray) -> None:
+        """Write down what rows hold, as calls that lead there. rows: [n] int64, at least one."""
         counts = table.num_blocks_per_row
-        rows = np.flatnonzero(counts.any(0))
-        if not rows.size:
-            return
         held = [_manager_blocks(table, group, rows) for group in range(len(counts))]
         self._put("set_rows", (rows, [ids for ids, _ in held], counts[:, rows]))
         for group, (_, holes) in enumerate(held):
             for row, start, stop in holes:
                 self._put("null_range", (row, group, start, stop))
-        self._put("commit", ())
 
 
 def _head(table: BlockTable) -> dict[str, Any]:
