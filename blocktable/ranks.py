@@ -100,9 +100,10 @@ class ChangeLog:
                 "was changed; drop it."
             )
         if number > expected and not packet.is_whole:
+            missing = f"packet {expected} is" if number == expected + 1 else f"packets {expected} to {number - 1} are"
             raise ChangesError(
-                f"Packet {number} came, but packet {expected} comes next: {number - expected} are missing. Nothing was "
-                "changed; apply those first, or ask the sender for pack_changes(whole=True)."
+                f"Packet {number} came before its turn: {missing} missing. Nothing was changed; apply what is missing "
+                "first, or ask the sender for pack_changes(whole=True)."
             )
 
     def _follow(self) -> None:

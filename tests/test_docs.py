@@ -202,7 +202,7 @@ def test_readme_and_start_page_show_the_same_gpu_example() -> None:
 
 
 def test_the_page_on_many_ranks_prints_what_it_says() -> None:
-    """Rules: R18, R19, R27, R33."""
+    """Rules: R18, R19, R27, R33, R48-R50."""
     source = "\n".join(blocks("docs/many-ranks.md", "python", "ranks"))
     promised = re.findall(r"^(?:print\(.*\)  )?# (.*)$", source, re.MULTILINE)
     assert promised

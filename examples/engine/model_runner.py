@@ -12,7 +12,6 @@ from torch import Tensor
 import blocktable as bt
 from attention import Part, View, attend_in_torch, merge
 from model import STATE, WINDOW, Transformer
-from rank_link import RankLink
 from request import Request
 
 NEVER_WRITTEN = 7.0
@@ -87,7 +86,7 @@ class ModelRunner:
         attention: `attend_in_torch`, or what does the same.
         graph_sizes: batch sizes to capture a decode step for. A CPU has no graphs: there a replay is the call itself.
         exchange: takes this process's parts of an attention and returns all ranks' parts.
-        link: brings the row changes of another process's table; None: they are made here.
+        link: a RankLink, which brings the row changes of another process's table; None: they are made here.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class ModelRunner:
         attention: Callable[..., Part] = attend_in_torch,
         graph_sizes: Sequence[int] = (),
         exchange: Callable[[list[Part]], list[Part]] = list,
-        link: RankLink | None = None,
+        link: Any = None,
     ) -> None:
         self.model, self.is_dense, self.attention, self.exchange = model, is_dense, attention, exchange
         self.link = link

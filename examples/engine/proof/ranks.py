@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 
 import blocktable as bt
 from attention import Part
+from proof.rank_link import RankLink
 from proof.variants import Variant, run
-from rank_link import RankLink
 
 
 class Planted(RankLink):

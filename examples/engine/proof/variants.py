@@ -14,7 +14,7 @@ from attention import Part, attend_in_torch
 from model import ModelConfig, Transformer
 from model_runner import ModelRunner
 from proof.dense_cache import generate
-from rank_link import RankLink
+from proof.rank_link import RankLink
 from scheduler import Scheduler
 
 NUM_DRAFTS = 3
