@@ -18,7 +18,7 @@ VERSION = 1
 IS_WHOLE = 1
 """Flag of a packet that holds all rows of its sender."""
 
-HEAD = struct.Struct("<4sHHQQ16sIIQQ")
+HEAD: struct.Struct = struct.Struct("<4sHHQQ16sIIQQ")
 """Magic, version, flags, number, digest, fingerprint, groups, rows, ranges, values."""
 
 CHECKSUM_SIZE = 8
