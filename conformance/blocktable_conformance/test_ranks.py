@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from blocktable import BlockTable, BlockTableConfig, ChangesError, KVCacheGroup
@@ -19,7 +21,7 @@ def test_packets_reach_the_device_with_the_next_step(subject: Subject) -> None:
     """The sender commits when it likes; a packet that is lost is refused by its number. Rules: R9.1, R48, R49, R50."""
     sender, receiver = make(subject), make(subject)
     batch = np.array([2, 0], np.int32), np.array([0, 1, 3], np.int32), np.array([9, 0, 5], np.int64)
-    changes = (
+    changes: tuple[Callable[[], None], ...] = (
         lambda: sender.set_rows([0, 2], [[1, 2, 3, 4, 5], [0, 7, 8]], [[2, 3], [1, 2]]),
         lambda: sender.append_row(0, [[9], []]),
         lambda: sender.commit(),
