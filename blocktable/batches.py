@@ -14,7 +14,8 @@ from blocktable.exports import Export
 from blocktable.host_path import HostPath
 from blocktable.inputs import Reading, without_torch_modes
 from blocktable.layouts import Layout
-from blocktable.protocols import Array, Backend, Batch, ExportBuffers, Step, StepBuffers
+from blocktable.overlaps import OutputMemory
+from blocktable.protocols import STEP_INPUTS, Array, Backend, Batch, ExportBuffers, Step, StepBuffers
 from blocktable.streams import current_stream_getter, stream_owner
 from blocktable.views import BufferViews
 
@@ -44,15 +45,19 @@ class StepPlan:
         step: what is returned.
         prepared: what a `PreparingStore` has made of the form.
         current_stream: says the current stream of the library that made `positions`. None: the table knows.
+        views: places in `STEP_INPUTS` of the arrays whose memory must be looked at in each step.
         has_addresses: whether the arrays that tables are gathered by say their addresses.
         num_tokens_padded: as given.
 
     Attributes:
         has_padding_rows: whether rows of the table itself are padding: what they hold must be looked at each time.
         exports: what is exported after the step.
+        addresses: those that were looked at last, in the order of `STEP_INPUTS`. None: none were.
+        lens_addresses: the same for the lengths of `step_metadata`.
     """
 
     __slots__ = (
+        *("addresses", "lens_addresses", "num_bytes", "views"),
         *("current_stream", "exports", "has_addresses", "has_padding_rows", "num_positions", "num_reqs"),
         *("num_reqs_padded", "num_tokens_padded", "prepared", "step", "wants_tables"),
     )
@@ -64,6 +69,7 @@ class StepPlan:
         prepared: Any,
         current_stream: Callable[[], int | None] | None,
         *,
+        views: tuple[int, ...],
         has_addresses: bool,
         num_tokens_padded: int | None = None,
     ) -> None:
@@ -78,6 +84,31 @@ class StepPlan:
         self.has_addresses: bool = has_addresses
         self.num_tokens_padded: int | None = num_tokens_padded
         self.exports: tuple[PlannedExport, ...] = ()
+        self.views: tuple[int, ...] = views
+        self.addresses: tuple[int | None, ...] | None = None
+        self.lens_addresses: tuple[int | None, ...] | None = None
+        starts = self.num_reqs + 1
+        self.num_bytes: tuple[int, ...] = 4 * self.num_reqs, 4 * self.num_reqs, 4 * starts, 8 * self.num_positions
+
+    def refuse_outputs(
+        self,
+        memory: OutputMemory,
+        arrays: Sequence[Array | None],
+        addresses: tuple[int | None, ...],
+        *,
+        is_certain: bool = True,
+    ) -> None:
+        """Refuse inputs that lie in the set that the step writes.
+
+        Args:
+            memory: of the set.
+            arrays, addresses: in the order of `STEP_INPUTS`.
+            is_certain: whether the addresses say all.
+        """
+        before = self.addresses
+        if before is None or not is_certain or memory.holds_any(addresses, self.num_bytes, before):
+            memory.refuse(tuple(zip(STEP_INPUTS, arrays, strict=True)))
+        self.addresses = addresses
 
     def batch(self, arrays: Sequence[Array | None], seq_lens: Array | None = None) -> Batch:
         """Return the batch of a step. arrays: in the order of `STEP_INPUTS`."""
@@ -103,7 +134,8 @@ class BatchChecks:
         self._has_windows = any(group.cut_window is not None for group in config.groups)
         has_streams = "streams" in backend.capabilities
         self._is_emulated = bool(getattr(backend, "is_emulated", False))
-        self._is_on_host = not has_streams or self._is_emulated
+        # A tensor says where it is: a backend of several devices may have tables on the host beside those on a GPU.
+        self._is_on_host = not getattr(sample, "is_cuda", has_streams and not self._is_emulated)
         # With an idx_mapping, and with the identity.
         self._most_padded = config.max_num_reqs, min(config.max_num_reqs, config.num_rows)
         self._has_numpy_arrays = isinstance(sample, np.ndarray)

@@ -19,12 +19,20 @@ _TENSOR_DTYPES: dict[Any, str] = {}
 COUNT_LIMIT = 2**31
 """More blocks than any row may hold."""
 
+TEXT = str | bytes | bytearray
+"""Sequences that are no lists of numbers."""
+
 _NO_IDS: IntArray = np.empty(0, np.int32)
 
 
+def _is_int_type(kind: type) -> bool:
+    """Whether values of a type are ints; numpy calls a span of time one."""
+    return issubclass(kind, int | np.integer) and not issubclass(kind, bool | np.timedelta64)
+
+
 def int_scalar(name: str, value: Any) -> int:
-    """Return `value` as an int; booleans, floats and arrays are refused."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+    """Return `value` as an int; booleans, floats, spans of time and arrays are refused."""
+    if not _is_int_type(type(value)):
         raise DtypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}.")
     return int(value)
 
@@ -45,15 +53,22 @@ def row_index(name: str, value: Any, num_rows: int) -> int:
     return row
 
 
+def refuse_mask(name: str, array: Any) -> None:
+    """Refuse a masked array, whose comparisons leave entries out that a kernel or a table would read."""
+    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+        raise DtypeError(f"{name} is a masked array, and no entry may be masked here; pass array.filled(value).")
+
+
 def int_array(name: str, values: Any) -> IntArray:
-    """Return a host sequence of ints as a one-dimensional integer array; without a copy where it is one.
+    """Return a host sequence of ints as a one-dimensional integer array, a copy that nobody else can change.
 
     Args:
         values: [n] integers. A numpy array of any integer dtype, a list, a tuple or a range.
     """
     if isinstance(values, np.ndarray):
-        array = np.asarray(values)  # a class of its own, such as a masked array, compares in its own way
-    elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        refuse_mask(name, values)
+        array = values if type(values) is np.ndarray else np.asarray(values)  # a class may compare in its own way
+    elif isinstance(values, Sequence) and not isinstance(values, TEXT):
         array = _from_sequence(name, values)
     else:
         raise DtypeError(
@@ -65,7 +80,12 @@ def int_array(name: str, values: Any) -> IntArray:
         if array.size == 0:
             return _NO_IDS
         raise DtypeError(f"{name} must hold integers, got dtype {array.dtype}.")
-    return array
+    return np.array(array) if isinstance(values, np.ndarray) else array
+
+
+def is_within(array: IntArray, first: int, last: int) -> bool:
+    """Whether all entries of an array that has some lie in `first .. last`; `array.min()` takes half as long again."""
+    return bool(np.minimum.reduce(array) >= first and np.maximum.reduce(array) <= last)
 
 
 def _from_sequence(name: str, values: Sequence[Any]) -> IntArray:
@@ -73,7 +93,7 @@ def _from_sequence(name: str, values: Sequence[Any]) -> IntArray:
         raise ArgumentError(f"{name} must hold at most {COUNT_LIMIT} ints, got {values}.")
     values = _snapshot(values)
     for kind in set(map(type, values)):
-        if kind is bool or not issubclass(kind, int | np.integer):
+        if not _is_int_type(kind):
             raise DtypeError(f"{name} must hold ints, got one of type {kind.__name__}.")
     try:
         return np.array(values, np.int64)
@@ -83,7 +103,7 @@ def _from_sequence(name: str, values: Sequence[Any]) -> IntArray:
 
 def _snapshot(values: Any) -> Any:
     """Return a sequence as a copy: another thread, or an item's own `__index__`, may change it while it is read."""
-    is_fixed = isinstance(values, str | bytes | range) or not isinstance(values, Sequence)
+    is_fixed = isinstance(values, TEXT | range) or not isinstance(values, Sequence)
     return values if is_fixed else tuple(values)
 
 
@@ -93,13 +113,14 @@ def ids_per_group(block_ids: Any, num_groups: int) -> list[IntArray]:
         return [_NO_IDS] * num_groups
     block_ids = _snapshot(block_ids)
     if isinstance(block_ids, np.ndarray):
+        refuse_mask("block_ids", block_ids)
         if block_ids.size == 0 and block_ids.ndim == 1:
             return [_NO_IDS] * num_groups
         if block_ids.ndim == 0 or (num_groups == 1 and block_ids.ndim == 1):
             return [int_array("block_ids", block_ids)]
         if block_ids.ndim > 1 and block_ids.shape[0] != num_groups:
             raise ArgumentError(f"block_ids must be {_expected(num_groups)}, got an array of shape {block_ids.shape}.")
-    elif not isinstance(block_ids, Sequence) or isinstance(block_ids, str | bytes):
+    elif not isinstance(block_ids, Sequence) or isinstance(block_ids, TEXT):
         raise DtypeError(f"block_ids must be {_expected(num_groups)}, got {type(block_ids).__name__}.")
     elif not block_ids:
         return [_NO_IDS] * num_groups
@@ -146,6 +167,7 @@ def per_group_counts(name: str, counts: Any, num_groups: int, num_rows: int) -> 
     """
     counts = _snapshot(counts)
     if isinstance(counts, np.ndarray):
+        refuse_mask(name, counts)
         is_nested = counts.ndim == 2
     else:
         is_nested = isinstance(counts, tuple) and bool(counts) and _is_nested(counts[0])
@@ -153,15 +175,17 @@ def per_group_counts(name: str, counts: Any, num_groups: int, num_rows: int) -> 
     expected = f"{name} must be [{num_rows}] ints, or one such array for each of the {num_groups} groups"
     if is_nested and len(arrays) != num_groups:
         raise ArgumentError(f"{expected}; got {len(arrays)} arrays.")
-    checked = [int_array(name, array) for array in arrays]
+    checked = [bounded(int_array(name, array)) for array in arrays]
     for array in checked:
         if array.size != num_rows:
             raise ArgumentError(f"{expected}; got {array.size}, but rows has {num_rows}.")
-        if num_rows and array.min() < 0:
+        if num_rows and np.minimum.reduce(array) < 0:
             raise ArgumentError(f"{name} must be at least 0, got {array.min()}.")
+    if num_groups == 1:
+        return checked[0].reshape(1, num_rows)
     if len(checked) == 1:
-        return np.broadcast_to(bounded(checked[0]), (num_groups, num_rows))
-    return np.stack([bounded(array) for array in checked])
+        return np.broadcast_to(checked[0], (num_groups, num_rows))
+    return np.stack(checked)
 
 
 class ArraySpec(NamedTuple):
@@ -179,6 +203,7 @@ def array_spec(name: str, array: Any) -> ArraySpec:
         DtypeError: it is no array.
     """
     if isinstance(array, np.ndarray):
+        refuse_mask(name, array)
         # A foreign byte order or a misaligned start is nothing a kernel can read.
         name_of_dtype = array.dtype.name if array.dtype.isnative else array.dtype.str
         return ArraySpec(name_of_dtype, array.shape, array.flags.c_contiguous and array.flags.aligned)

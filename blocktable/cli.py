@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -51,12 +52,38 @@ def warn(text: str) -> None:
     print(f"blocktable: {text}", file=sys.stderr)
 
 
+def write_file(path: str, text: str) -> None:
+    """Write a file whole or not at all: beside the old one first, which it then replaces.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    target = os.path.realpath(path)
+    is_plain = os.path.isfile(target) or not os.path.exists(target)  # no terminal, pipe or device
+    place = f"{target}.{os.getpid()}.part" if is_plain else target
+    try:
+        try:
+            with open(place, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            if is_plain:
+                os.replace(place, target)
+        except BaseException:
+            if is_plain and os.path.exists(place):
+                os.remove(place)
+            raise
+    except OSError as error:
+        raise UsageError(f"{path}: the file cannot be written: {error.strerror or error}.") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 when all is well, 1 when something was found, 2 for a wrong call."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
         status = _run(arguments)
-        sys.stdout.flush()  # here, where a reader who has left can be told from a fault
+        if sys.stdout is not None:  # None: it was closed before we began
+            sys.stdout.flush()  # here, where a reader who has left can be told from a fault
         return status
     except BlockTableError as error:
         warn(str(error))
@@ -65,9 +92,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         warn("interrupted.")
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left; the interpreter must not complain about it while it shuts down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read it has left
         return 1
+    except MemoryError:
+        warn("the memory does not suffice.")
+        return USAGE_ERROR
+    except OSError as error:
+        if sys.stdout is None or error.filename is not None:
+            raise
+        _drop_output()
+        warn(f"the output cannot be written: {error.strerror or error}.")
+        return USAGE_ERROR
+
+
+def _drop_output() -> None:
+    """The interpreter must not complain about what is left to write while it shuts down."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

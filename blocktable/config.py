@@ -6,12 +6,13 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from blocktable.check_plan import MARKS_START, NOTES, CheckPlan, CheckRegions, lay_out_checks
 from blocktable.checks import int_array, int_scalar
 from blocktable.constants import NO_NULL_BLOCK, NULL_BLOCK_ID, PAD_SLOT_ID
 from blocktable.context_parallel import ContextParallel
@@ -251,6 +252,7 @@ class Arena:
 
     First come the filled counts, `[num_groups, num_rows]`, in columns; then each group's rows, `[num_rows, width]`,
     each group on a 128-byte boundary. Entries after a group's last row, up to the next group, always hold its filler.
+    Where kernels check, what the host tells them comes last (`CheckRegions`).
 
     Batch tables lie in a buffer of their own, laid out likewise: `BlockTableConfig.batch_arena`.
 
@@ -261,6 +263,7 @@ class Arena:
         group_offsets: first entry of each group's rows.
         widths: columns of each group's rows.
         fillers: what an entry of each group without a block holds (R5).
+        num_check_entries: entries after the tables.
     """
 
     size: int
@@ -269,6 +272,7 @@ class Arena:
     group_offsets: tuple[int, ...]
     widths: tuple[int, ...]
     fillers: tuple[int, ...]
+    num_check_entries: int = 0
 
     def view(self, buffer: Any, group: int) -> Any:
         """Return the part of `buffer` that belongs to `group`, without a copy.
@@ -281,6 +285,11 @@ class Arena:
             return buffer[: self.num_groups * self.num_rows].reshape(self.num_groups, self.num_rows)
         start, width = self.group_offsets[group], self.widths[group]
         return buffer[start : start + self.num_rows * width].reshape(self.num_rows, width)
+
+    @property
+    def num_table_entries(self) -> int:
+        """Entries of the counts and tables; those of checks come after them."""
+        return self.size - self.num_check_entries
 
     def places(self, entries: Any) -> tuple[Any, Any, Any]:
         """Return what entries of the buffer are: group, row and column of each, [n] int64.
@@ -300,7 +309,7 @@ class Arena:
     @property
     def filled_parts(self) -> list[tuple[slice, int]]:
         """The parts of an empty table's buffer that do not hold 0, and what they hold: none with block 0 as NULL."""
-        ends = (*self.group_offsets[1:], self.size)
+        ends = (*self.group_offsets[1:], self.num_table_entries)
         parts = zip(self.group_offsets, ends, self.fillers, strict=True)
         return [(slice(start, end), filler) for start, end, filler in parts if filler]
 
@@ -328,6 +337,13 @@ GROUP_FIELDS = (
     "null_start",
     "pad_slot_id",
     "batch_start",
+    "checks",
+    "lives_start",
+    "held_start",
+    "block_stamps",
+    "slot_stamps",
+    "notes_start",
+    "copies_start",
 )
 """What a kernel must know of a group, in the order of `BlockTableConfig.group_fields`."""
 
@@ -349,6 +365,7 @@ class BlockTableConfig:
         max_num_rows: rows of the table, apart from those of a batch; either may be more. None: `max_num_reqs`.
         stale_rows: whether rows keep their blocks after their request has ended, until they are set again, as in vLLM's
             workers. The checker then asks less of a block that two rows hold (R38).
+        check_plan: what kernels check; a table with `check="device"` sets it in a copy.
 
     Attributes:
         num_rows: rows of the table.
@@ -370,6 +387,7 @@ class BlockTableConfig:
     steps_in_flight: int = 2
     max_num_rows: int | None = None
     stale_rows: bool = False
+    check_plan: CheckPlan | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -494,12 +512,23 @@ class BlockTableConfig:
     @cached_property
     def arena(self) -> Arena:
         """The layout of the table's one buffer."""
-        return self._lay_out(self.num_rows)
+        arena = self._lay_out(self.num_rows)
+        if self.check_plan is None:
+            return arena
+        end = self.check_regions.end
+        return replace(arena, size=end, num_check_entries=end - arena.size)
+
+    @cached_property
+    def check_regions(self) -> CheckRegions:
+        """Where what kernels check with lies; for a configuration with a `check_plan`."""
+        assert self.check_plan is not None
+        return lay_out_checks(self.check_plan, self.groups, self.num_rows, self._lay_out(self.num_rows).size)
 
     @cached_property
     def batch_arena(self) -> Arena:
         """The layout of a set's batch tables, in one buffer; its counts are the columns that each batch row holds."""
-        return self.arena if self.num_rows == self.max_num_reqs else self._lay_out(self.max_num_reqs)
+        is_same = self.num_rows == self.max_num_reqs and self.check_plan is None
+        return self.arena if is_same else self._lay_out(self.max_num_reqs)
 
     def _lay_out(self, num_rows: int) -> Arena:
         widths = tuple(self.width(index) for index in range(len(self.groups)))
@@ -520,7 +549,8 @@ class BlockTableConfig:
         batch_start in that of the batch tables. sliding_window is the one that a gather cuts out, 0 where there is none
         (R11); a replicated group has a world of one; tokens_per_column is 1 << column_shift where it is a power of two.
         An entry is missing where `uint32(entry - null_start) < blocks_per_kv_block`, and its token is PAD where
-        null_is_pad is set, as it is without a null block (R13).
+        null_is_pad is set, as it is without a null block (R13). Of the fields of checks `checks` is 0 where nothing is
+        checked: the kinds as bits (`CheckPlan.mask`); the others are as in `CheckRegions`.
 
         Args:
             is_named: for the calls that name the groups whose slots they want.
@@ -548,9 +578,20 @@ class BlockTableConfig:
                     group.null_start,
                     group.pad_slot_id,
                     self.batch_arena.group_offsets[index],
+                    *self._check_fields(index),
                 )
             )
         return np.array(fields, np.int64)
+
+    def _check_fields(self, group: int) -> tuple[int, ...]:
+        plan = self.check_plan
+        if plan is None:
+            return 0, 0, 0, -1, -1, 0, 0
+        regions, pool = self.check_regions, plan.pools[group]
+        held, copies = (regions.held[pool], regions.copies[pool]) if pool >= 0 else (0, 0)
+        stamps = regions.block_stamps[group], regions.slot_stamps[group]
+        notes = MARKS_START + (2 + NOTES * group) * self.num_rows
+        return plan.mask(group), regions.lives, held, *stamps, notes, copies
 
     def fingerprint(self) -> str:
         """Return a hex digest of the geometry that two engines must share to exchange blocks.

@@ -21,5 +21,6 @@ CAPABILITIES: Final = {
     "fused_step": "The block store has step(): commit, gather and slot mappings in one call.",
     "exports": "The block store has export(): tables in the layouts that attention kernels read.",
     "export_parts": "Exports of parts of rows, of rings and of requests, in sets of any batch; slots of any positions.",
+    "device_checks": 'Kernels look for an engine\'s mistakes, without a wait: `check="device"`.',
 }
 """Everything optional a backend may declare: name -> the sentence that says what it promises."""

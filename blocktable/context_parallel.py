@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.checks import refuse_mask
 from blocktable.errors import ConfigError, DtypeError
 
 
@@ -57,6 +58,7 @@ class ContextParallel:
         if isinstance(seq_lens, bool) or not (isinstance(seq_lens, int) or hasattr(seq_lens, "clip")):
             raise DtypeError(f"seq_lens must be an int or an integer array, got {type(seq_lens).__name__}.")
         if isinstance(seq_lens, np.ndarray | np.integer):  # in 64 bits: a turn need not fit a small dtype
+            refuse_mask("seq_lens", seq_lens)
             if seq_lens.dtype.kind not in "iu":
                 raise DtypeError(f"seq_lens must hold integers, got dtype {seq_lens.dtype}.")
             return self._local_lengths(seq_lens.astype(np.int64)).astype(seq_lens.dtype)

@@ -33,11 +33,11 @@ class RowCapacityError(BlockTableError, ValueError):
 
 
 class NoFreeRowError(BlockTableError, IndexError):
-    """Every row of the table belongs to a request; nothing was changed (R45)."""
+    """Every row of the table belongs to a request; nothing was changed (R42)."""
 
 
 class ChangesError(BlockTableError, ValueError):
-    """A packet of row changes cannot be applied; nothing was changed (R49)."""
+    """A packet of row changes cannot be applied; nothing was changed (R46)."""
 
 
 class UnknownBackendError(BlockTableError, LookupError):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from blocktable.batches import BatchChecks, PlannedExport
-from blocktable.checks import array_spec, non_negative, vector_length
+from blocktable.checks import array_spec, non_negative, refuse_mask, vector_length
 from blocktable.config import INT32_LIMIT
 from blocktable.errors import ArgumentError, DtypeError
 from blocktable.exports import (
@@ -23,6 +23,7 @@ from blocktable.host_exports import check_capacity, export_on_host
 from blocktable.inputs import without_torch_modes
 from blocktable.inspection import Inspection
 from blocktable.layouts import Layout, find_layout
+from blocktable.overlaps import refuse_overlaps
 from blocktable.protocols import Array, Batch, ExportBuffers, StepBuffers
 from blocktable.views import BufferViews
 
@@ -145,6 +146,7 @@ class ExportCalls(Inspection):
         inputs = (idx_mapping, seq_lens, query_start_loc, num_computed_tokens)
         handle = self._stream(stream, next((array for array in inputs if array is not None), None))
         planned = self._plan_export(found, chosen, batch, out, handle, num_tokens_padded)
+        self._refuse_outputs(planned, batch)
         if planned.buffers is None:
             buffers = self._buffers(out)  # type: ignore[arg-type]
             self._views.require_held(buffers, batch, self._num_commits, found, chosen)
@@ -155,6 +157,8 @@ class ExportCalls(Inspection):
             if self._checker is not None:
                 self._checker.before_export(found, chosen, batch, planned.buffers, handle)
         self._run_export(planned, batch, handle)
+        if self._checker is not None:
+            self._checker.after_call()
         return planned.result
 
     def export_host(
@@ -256,6 +260,7 @@ class ExportCalls(Inspection):
         else:
             target = out
             self._checks.output("out", out, shape)
+            refuse_overlaps([("out", out)], [("rows", rows), ("positions", positions)])
             dtype = array_spec("out", out).dtype
         if dtype == "int32" and spec.block_id_limit * spec.block_size > INT32_LIMIT:
             hint = "set num_blocks, or " if spec.num_blocks is None else ""
@@ -300,6 +305,10 @@ class ExportCalls(Inspection):
     def _planned(self, layout: Layout, batch: Batch, out: ExportBuffers, num_tokens: int | None) -> PlannedExport:
         return PlannedExport(layout, out, self._exports.view(out, batch.num_reqs_padded, num_tokens))
 
+    def _refuse_outputs(self, planned: PlannedExport, batch: Batch) -> None:
+        if planned.buffers is not None:
+            self._exports.refuse_outputs(planned.buffers, batch)
+
     def _run_export(self, planned: PlannedExport, batch: Batch, stream: int | None) -> None:
         if planned.buffers is not None and planned.layout.kind != "placeholder":
             self.store.export(planned.layout, batch, planned.buffers, stream=stream)  # type: ignore[attr-defined]
@@ -307,6 +316,7 @@ class ExportCalls(Inspection):
 
 def _on_host(name: str, array: Any) -> Any:
     """Return a host array as numpy has it, without a copy."""
+    refuse_mask(name, array)
     if array is None or type(array) is np.ndarray:
         return array
     try:

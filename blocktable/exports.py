@@ -14,6 +14,7 @@ from blocktable.checks import int_array, int_scalar
 from blocktable.config import INT32_LIMIT, BlockTableConfig, KVCacheGroup
 from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError
 from blocktable.layouts import Layout, check_block_size, exact_width
+from blocktable.overlaps import OutputMemory
 from blocktable.protocols import (
     Array,
     Backend,
@@ -25,6 +26,9 @@ from blocktable.protocols import (
     StepBuffers,
     no_writes,
 )
+
+WRITTEN = ("entries", "indptr", "last_page_lens", "lengths", "num_cut", "counts", "mapped")
+"""Arrays of a set that an export writes."""
 
 MAX_CACHED_EXPORTS = 4096
 """Results kept for each set of an export's buffers."""
@@ -254,6 +258,7 @@ class ExportSets:
         self._own: weakref.WeakKeyDictionary[StepBuffers, dict[tuple[Layout, tuple[int, ...]], ExportBuffers]]
         self._own = weakref.WeakKeyDictionary()
         self._views: weakref.WeakKeyDictionary[ExportBuffers, dict[Any, Export]] = weakref.WeakKeyDictionary()
+        self._memory: weakref.WeakKeyDictionary[ExportBuffers, OutputMemory] = weakref.WeakKeyDictionary()
         self._tables: weakref.WeakKeyDictionary[StepBuffers, dict[Any, tuple[Any, Export]]]
         self._tables = weakref.WeakKeyDictionary()
 
@@ -291,6 +296,11 @@ class ExportSets:
         check_block_size(self._config.groups[groups[0]], [layout])
         return True
 
+    def refuse_outputs(self, out: ExportBuffers, batch: Batch) -> None:
+        """Refuse inputs that lie in the set that is written."""
+        names = "idx_mapping", "query_start_loc", "num_computed_tokens", "seq_lens", "first_tokens"
+        self._memory[out].refuse(tuple((name, getattr(batch, name)) for name in names))
+
     def check_own(self, out: ExportBuffers, layout: Layout, groups: tuple[int, ...]) -> None:
         """Refuse buffers that this table did not make, or made for something else."""
         if out not in self._views:
@@ -316,6 +326,7 @@ class ExportSets:
                 f"{hint}."
             ) from error
         self._views[out] = {}
+        self._memory[out] = OutputMemory([(f"out.{name}", getattr(out, name)) for name in WRITTEN])
         if layout.kind != "placeholder":
             self._warm_up(out)
         return out

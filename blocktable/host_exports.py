@@ -55,7 +55,7 @@ def count_entries(
         groups: of the export.
         batch: the inputs.
     """
-    given = np.arange(batch.num_reqs) if batch.idx_mapping is None else batch.idx_mapping
+    given = _mapping(batch)
     is_row = (given >= 0) & (given < config.num_rows)
     rows = np.where(is_row, given, 0).astype(np.int64)
     spec, width = config.groups[groups[0]], export_width(config, layout, groups[0])
@@ -270,12 +270,19 @@ def _table(
     return table
 
 
+def _mapping(batch: Batch) -> IntArray:
+    """Return [num_reqs] int64, batch index -> row, as given; a copy: what is checked must not change."""
+    given = batch.idx_mapping
+    rows: IntArray = np.arange(batch.num_reqs) if given is None else given.astype(np.int64)
+    return rows
+
+
 def _states(
     config: BlockTableConfig, mirror: IntArray, layout: Layout, group: int, batch: Batch, fill: int
 ) -> IntArray:
     """Return the blocks that hold each request's states (R31)."""
     spec, arena = config.groups[group], config.arena
-    given = np.arange(batch.num_reqs) if batch.idx_mapping is None else batch.idx_mapping
+    given = _mapping(batch)
     is_row = (given >= 0) & (given < config.num_rows)
     rows = np.where(is_row, given, 0)
     columns = arena.view(mirror, -1)[group][rows].astype(np.int64) * is_row

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
-from blocktable.config import BlockTableConfig
+import numpy as np
+
+from blocktable.config import Arena, BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
 from blocktable.protocols import IntArray, Writes, ranges
 from blocktable.rows import DISTINCT_ROWS, NumpyRows
@@ -71,7 +73,7 @@ class HostPath(Protocol):
     # Operations.
 
     def check_rows(self, name: str, rows: Any, *, advice: str | None = DISTINCT_ROWS) -> IntArray:
-        """Return rows as [n] int64: inside the table and distinct. Valid until the caller's array changes.
+        """Return rows as [n] int64, a copy: inside the table and distinct.
 
         Args:
             name: of the argument.
@@ -210,9 +212,10 @@ class HostPath(Protocol):
 
 
 def difference(held: IntArray, rows: HostPath) -> Difference:
-    """Return what is pending in rows that differs from an older copy of their mirror, held: [arena.size] int32."""
+    """Return what is pending in rows that differs from an older copy of their mirror's first entries, [n] int32."""
     mirror = rows.mirror
     entries = ranges(*rows.pending_ranges())
+    entries = entries[: np.searchsorted(entries, held.size)]
     old, new = held[entries], mirror[entries]
     differs = old != new
     return Difference(entries[differs], old[differs], new[differs])
@@ -249,9 +252,33 @@ def compiled_step() -> Callable[..., Any] | None:
     return found
 
 
-def compiled_append() -> Callable[..., int] | None:
-    """Return the compiled `append_equally`, for a drop-in that has rows of its own; None for the numpy path."""
-    return getattr(rows_maker(), "append_equally", None)
+class CompiledChanges(Protocol):
+    """What the compiled path does for a drop-in that has rows of its own."""
+
+    @property
+    def append_equally(self) -> Callable[..., int]:
+        """Adds blocks to rows of all groups."""
+
+    def make_journal(
+        self, arena: Arena, mirror: IntArray, capacity: int
+    ) -> tuple[Any, Callable[[IntArray], tuple[int, int]]]:
+        """Return a journal of an arena's changes, and what packs them.
+
+        Args:
+            arena: the layout.
+            mirror: [arena.size] int32, C-contiguous. Kept: values are taken from it when they are packed.
+            capacity: ranges that the journal has room for at first.
+
+        Returns:
+            The journal; a function that lays what it says out in a block as `HostPath.pack_changes` does, and returns
+            the entries used and the bytes of the changes as ranges.
+        """
+
+
+def compiled_changes() -> CompiledChanges | None:
+    """Return the compiled parts for a drop-in; None for the numpy path."""
+    rows: Any = rows_maker()
+    return rows if hasattr(rows, "make_journal") else None
 
 
 def host_path_description() -> str:

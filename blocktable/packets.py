@@ -1,4 +1,4 @@
-"""Packets of row changes, as bytes: how one is laid out, and which ones a table refuses (R48, R49)."""
+"""Packets of row changes, as bytes: how one is laid out, and which ones a table refuses (R45, R46)."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def read_packet(config: BlockTableConfig, changes: Any) -> Packet:
         (lengths < 1).any()
         or (offsets[1:] < ends[:-1]).any()
         or lengths.sum(dtype=np.int64) != values.size
-        or (offsets.size and (offsets[0] < 0 or ends[-1] > config.arena.size))
+        or (offsets.size and (offsets[0] < 0 or ends[-1] > config.arena.num_table_entries))
     ):
         raise _damaged(len(data))
     packet = Packet(number, digest, bool(flags & IS_WHOLE), ranges(offsets, lengths), values)

@@ -481,6 +481,25 @@ class PartsExportingStore(ExportingStore, Protocol):
         """
 
 
+class CheckingStore(BlockStore, Protocol):
+    """A block store with the capability "device_checks": where `config.check_plan` is given its kernels look (R41).
+
+    The memory that it keeps for them, and what the host tells them, are laid out in `blocktable.check_plan`.
+
+    Attributes:
+        findings: [(1 + MAX_RECORDS) * RECORD] int32, in the host's memory: records, which kernels write at any time,
+            and at entry 1 how many of them the core has read. None: nothing is checked.
+    """
+
+    findings: IntArray | None
+
+    def collect_findings(self) -> None:
+        """Wait for the device; then `findings` holds all that was found."""
+
+    def reset_checks(self, *, stream: int | None) -> None:
+        """Forget who wrote what, in stream order: the memory was lost (R24)."""
+
+
 class SlotMapper(Protocol):
     """The slot-mapping kernel of one table."""
 

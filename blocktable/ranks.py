@@ -1,4 +1,4 @@
-"""Row changes from rank to rank as bytes, and a digest by which ranks compare what they hold (R48-R50)."""
+"""Row changes from rank to rank as bytes, and a digest by which ranks compare what they hold (R45-R47)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ChangeLog:
         self.num_packed: int = 0
         self.num_applied: int = 0
         self._config, self._rows = config, rows
-        self._held: IntArray = config.arena.empty()
+        self._held: IntArray = self._empty()
         self._digest = 0
         self._unsent: Journal | None = None  # None: nobody packs
-        mirror = rows.mirror
+        mirror = rows.mirror[: self._held.size]
         entries = np.flatnonzero(mirror != self._held)
         self._take(Difference(entries, self._held[entries], mirror[entries]))
 
@@ -54,7 +54,7 @@ class ChangeLog:
         """Return what has changed since the last packet; of the first one, and with `whole`, all that is not empty."""
         self._follow()
         if self._unsent is None or whole:
-            entries = np.flatnonzero(self._held != self._config.arena.empty())
+            entries = np.flatnonzero(self._held != self._empty())
         else:
             entries = ranges(*self._unsent.merge())
         packet = Packet(self.num_packed, self._digest, whole, entries, self._held[entries])
@@ -75,7 +75,7 @@ class ChangeLog:
         self._check_number(packet)
         entries, new = packet.entries, packet.values
         if packet.is_whole:
-            rows = self._config.arena.empty()
+            rows = self._empty()
             rows[entries] = new
             entries = np.flatnonzero(rows != self._held)
             new = rows[entries]
@@ -105,6 +105,11 @@ class ChangeLog:
                 f"Packet {number} came before its turn: {missing} missing. Nothing was changed; apply what is missing "
                 "first, or ask the sender for pack_changes(whole=True)."
             )
+
+    def _empty(self) -> IntArray:
+        """[num_table_entries] int32. What an empty table holds, without what kernels check with."""
+        arena = self._config.arena
+        return arena.empty()[: arena.num_table_entries]
 
     def _follow(self) -> None:
         """Look at what is pending; the cost follows it."""
@@ -142,7 +147,7 @@ class RankCalls(RowOperations):
         Returns:
             About 80 bytes, 24 for each group, 12 for each range of entries that changed, and 4 for each entry.
 
-        Rules: R48.
+        Rules: R45.
         """
         return self._changes.pack(whole=whole)
 
@@ -160,7 +165,7 @@ class RankCalls(RowOperations):
                 fit what this table holds. Nothing is changed.
             DtypeError: no bytes.
 
-        Rules: R6, R49.
+        Rules: R6, R46.
         """
         packet, log = read_packet(self.config, changes), self._changes
         entries, values = log.accept(packet)
@@ -179,7 +184,7 @@ class RankCalls(RowOperations):
         Returns:
             0 .. 2**64 - 1.
 
-        Rules: R50.
+        Rules: R47.
         """
         return self._changes.digest()
 

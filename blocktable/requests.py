@@ -1,4 +1,4 @@
-"""Rows for requests: which row each request has, and what of its blocks the table does not hold yet (R45-R47)."""
+"""Rows for requests: which row each request has, and what of its blocks the table does not hold yet (R42-R44)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Requests:
     Attributes:
         table: as given.
 
-    Rules: R45-R47.
+    Rules: R42-R44.
     """
 
     def __init__(self, table: BlockTable) -> None:
@@ -110,7 +110,7 @@ class Requests:
             NoFreeRowError: the request has no row, and none is free. Nothing is changed.
             RowCapacityError, ArgumentError, DtypeError: as `BlockTable.set_row`. Nothing is changed.
 
-        Rules: R45, R46.
+        Rules: R42, R43.
         """
         table, row = self.table, self._find(request)
         is_known = row is not None and self._num_changes == table.num_row_changes
@@ -129,7 +129,7 @@ class Requests:
             ArgumentError: a request that changed stands there twice; lengths that disagree. Nothing is changed.
             Others as `sync`; NoFreeRowError names the first request for which no row is left. Nothing is changed.
 
-        Rules: R45, R46.
+        Rules: R42, R43.
         """
         if len(requests) != len(block_ids):
             raise ArgumentError(
@@ -231,7 +231,7 @@ class Requests:
         Raises:
             ArgumentError: it has no row and was not preempted.
 
-        Rules: R45.
+        Rules: R42.
         """
         if self._find(request) is None and request in self._preempted:
             self._preempted.remove(request)
@@ -244,7 +244,7 @@ class Requests:
         Raises:
             ArgumentError: it has no row.
 
-        Rules: R45.
+        Rules: R42.
         """
         self._free_row(request)
         self._preempted.add(request)
@@ -285,7 +285,7 @@ class Requests:
             ArgumentError: a request has no row, or there are more than `max_num_reqs`.
             UnsupportedError: the backend cannot keep a copy on its device.
 
-        Rules: R47.
+        Rules: R44.
         """
         mapping = self._idx_mapping
         num_reqs = len(requests)

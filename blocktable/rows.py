@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from blocktable.checks import COUNT_LIMIT, bounded, ids_per_group, int_array, non_negative, per_group_counts, row_index
+from blocktable.checks import (
+    COUNT_LIMIT,
+    bounded,
+    ids_per_group,
+    int_array,
+    is_within,
+    non_negative,
+    per_group_counts,
+    row_index,
+)
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, ConfigError, DtypeError, RowCapacityError, RowIndexError
 from blocktable.protocols import IntArray, Writes, ranges
@@ -28,13 +37,31 @@ DISTINCT_ROWS = "rows of one call must be distinct."
 """What the refusal of a repeated row says about it."""
 
 
+Change = tuple[IntArray, IntArray, IntArray]
+"""Ranges of the arena and what they shall hold: first entries and lengths, of one shape, and values [sum(lengths)]."""
+
+
 class Journal:
-    """Dirty ranges of the arena. Values are taken from the mirror at commit, so the last one wins."""
+    """Dirty ranges of the arena. Values are taken from the mirror at commit, so the last one wins.
+
+    An exception between any two bytecodes, such as a KeyboardInterrupt, leaves every range that was noted covered.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.size: int = 0
-        self.offsets: IntArray = np.empty(capacity, np.int64)
-        self.lengths: IntArray = np.empty(capacity, np.int64)
+        self._ranges: IntArray = np.empty((2, capacity), np.int64)  # offsets, lengths
+
+    @property
+    def offsets(self) -> IntArray:
+        """[capacity] int64. First entry of each range; the first `size` are noted."""
+        offsets: IntArray = self._ranges[0]
+        return offsets
+
+    @property
+    def lengths(self) -> IntArray:
+        """[capacity] int64. Entries of each range."""
+        lengths: IntArray = self._ranges[1]
+        return lengths
 
     def clear(self) -> None:
         """Forget everything: it is on the device."""
@@ -47,22 +74,19 @@ class Journal:
             offsets: any shape, int64. First entry of each range.
             lengths: the same shape, integers.
         """
-        end = self.size + offsets.size
-        if end > self.offsets.size:
+        if self.size + offsets.size > self._ranges.shape[1]:
             self.make_room(offsets.size)
-            end = self.size + offsets.size
-        self.offsets[self.size : end] = offsets.ravel()
-        self.lengths[self.size : end] = lengths.ravel()
+        end = self.size + offsets.size
+        self._ranges[0, self.size : end] = offsets.ravel()
+        self._ranges[1, self.size : end] = lengths.ravel()
         self.size = end
 
     def make_room(self, num_ranges: int) -> None:
         """Merge what is there, then grow: a caller that never commits must not fill the memory with repetitions."""
         self.merge()
-        capacity = max(self.offsets.size, 2 * (self.size + num_ranges))
-        self.offsets, self.lengths = (
-            np.concatenate((array[: self.size], np.empty(capacity - self.size, np.int64)))
-            for array in (self.offsets, self.lengths)
-        )
+        grown = np.empty((2, max(self._ranges.shape[1], 2 * (self.size + num_ranges))), np.int64)
+        grown[:, : self.size] = self._ranges[:, : self.size]
+        self._ranges = grown
 
     def merge(self) -> tuple[IntArray, IntArray]:
         """Return what is dirty as disjoint ascending ranges, and keep it in that form.
@@ -71,14 +95,17 @@ class Journal:
             offsets: [n] int64.
             lengths: [n] int64, at least 1.
         """
-        offsets, lengths = self.offsets[: self.size], self.lengths[: self.size]
+        offsets, lengths = held = self.offsets[: self.size], self.lengths[: self.size]
         if not lengths.all():
             kept = lengths > 0
             offsets, lengths = offsets[kept], lengths[kept]
         offsets, lengths = _merge_ranges(offsets, lengths)
+        if offsets is held[0]:
+            return held
+        merged = np.stack((offsets, lengths))
+        self._ranges[:, : offsets.size] = merged  # one store; until the next one what follows repeats parts of it
         self.size = offsets.size
-        self.offsets[: self.size], self.lengths[: self.size] = offsets, lengths
-        return self.offsets[: self.size], self.lengths[: self.size]
+        return merged[0], merged[1]
 
 
 def _merge_ranges(offsets: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
@@ -158,7 +185,7 @@ class NumpyRows:
         array = int_array(name, rows).astype(np.int64, copy=False)
         if array.size == 0:
             return array
-        if array.min() < 0 or array.max() >= self.arena.num_rows:
+        if not is_within(array, 0, self.arena.num_rows - 1):
             wrong = array[(array < 0) | (array >= self.arena.num_rows)][0]
             raise RowIndexError(
                 f"{name}: row {wrong} is outside the table: rows go from 0 to {self.arena.num_rows - 1}."
@@ -191,7 +218,7 @@ class NumpyRows:
         else:
             cells = self._check_counts(counts, sizes, num_rows)
         ids = _concatenate(groups)
-        if ids.size and (ids.min() < self._safe_ids[0] or ids.max() > self._safe_ids[1]):
+        if ids.size and not is_within(ids, *self._safe_ids):
             for group, wrong in enumerate(groups):
                 self._refuse_ids(group, wrong)
         return ids, cells
@@ -308,10 +335,8 @@ class NumpyRows:
         cells = self._first_filled + rows
         filled = self.mirror[cells]
         columns = self._require_capacity(rows, blocks, filled)
-        starts = self._starts(rows) + filled
-        self._set_filled(cells, filled, filled + columns)
-        self.mirror[_entries(starts, columns)] = self._kernel_ids(ids, blocks)
-        self.journal.mark(starts, columns)
+        added = self._starts(rows) + filled, columns, self._kernel_ids(ids, blocks)
+        self._change(_counts(cells, filled, filled + columns), added)
 
     def set(self, rows: IntArray, block_ids: Any, counts: Any) -> None:
         ids, blocks = self.check_ids(block_ids, counts, rows.size)
@@ -329,8 +354,7 @@ class NumpyRows:
         cells = self._first_filled + rows
         filled = self.mirror[cells]
         kept = np.minimum(filled, np.minimum(num_blocks, self._capacity) * self.columns_per_block)
-        self._set_filled(cells, filled, kept)
-        self._null(self._starts(rows) + kept, filled - kept)
+        self._change(_counts(cells, filled, kept), self._nulls(self._starts(rows) + kept, filled - kept))
 
     def null(self, rows: IntArray, group: int, starts: IntArray, stops: IntArray) -> None:
         expansion = int(self.columns_per_block[group, 0])
@@ -343,13 +367,15 @@ class NumpyRows:
                 f"0 <= start <= stop <= {held[i]} (the blocks it holds) must hold."
             )
         first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
-        self._null(first + starts * expansion, (stops - starts) * expansion, self.arena.fillers[group])
+        columns = (stops - starts) * expansion
+        self._change((first + starts * expansion, columns, np.full(columns.sum(), self.arena.fillers[group], np.int32)))
 
     def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
         ids, blocks = self.check_replacement(rows, group, starts, block_ids, counts)
         expansion = int(self.columns_per_block[group, 0])
         first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
-        self.exchange(ranges(first + starts * expansion, blocks * expansion), self._group_kernel_ids(group, ids))
+        entries, values = ranges(first + starts * expansion, blocks * expansion), self._group_kernel_ids(group, ids)
+        self.exchange(entries, values)
 
     def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
         old, new = self.check_mapping(group, old_ids, new_ids)
@@ -399,9 +425,8 @@ class NumpyRows:
         self._replace(dst, columns, values)
 
     def invalidate(self) -> None:
-        self.journal.clear()
-        self.committed_filled.fill(-1)
         self.journal.mark(np.zeros(1, np.int64), np.array([self.arena.size]))
+        self.committed_filled.fill(-1)
 
     # A commit.
 
@@ -430,8 +455,8 @@ class NumpyRows:
         return self._take_writes(offsets, lengths).pack_changes(block) or -1
 
     def committed(self) -> int:
-        self.journal.clear()
         self.committed_filled[...] = self.filled
+        self.journal.clear()  # last: after an exception before it all is sent again
         num_bytes, self._num_bytes = self._num_bytes, 0
         return num_bytes
 
@@ -469,35 +494,53 @@ class NumpyRows:
     def _replace(self, rows: IntArray, columns: IntArray, values: IntArray) -> None:
         cells = self._first_filled + rows
         filled, starts = self.mirror[cells], self._starts(rows)
-        entries = _entries(starts, columns)
+        entries, blocks = _entries(starts, columns), (starts, columns, values)
         # Of blocks over others only those that differ are sent. Rows of new requests hold none to compare with.
-        changed = self.mirror[entries] != values if filled.any() else None
-        self._set_filled(cells, filled, columns)
-        if changed is None or changed.all():
-            self.mirror[entries] = values
-            self.journal.mark(starts, columns)
-        else:
-            self._store(entries[changed], values[changed])
-        self._null(starts + columns, np.maximum(filled - columns, 0))
+        if filled.any() and (self.mirror[entries] == values).any():
+            entries, values = self._differences(entries, values)
+            blocks = *runs_of(entries), values
+        nulls = self._nulls(starts + columns, np.maximum(filled - columns, 0))
+        self._change(_counts(cells, filled, columns), blocks, nulls)
 
     def exchange(self, entries: IntArray, values: IntArray) -> None:
+        entries, values = self._differences(entries, values)
+        self._store(*runs_of(entries), entries, values)
+
+    def _differences(self, entries: IntArray, values: IntArray) -> tuple[IntArray, IntArray]:
+        """Return those of entries [n] of the mirror that hold another value, and their values: only those are sent."""
         changed = self.mirror[entries] != values
-        self._store(entries[changed], values[changed])
+        return entries[changed], values[changed]
 
-    def _store(self, entries: IntArray, values: IntArray) -> None:
-        self.journal.mark(*runs_of(entries))  # first: what is noted in vain does no harm
-        self.mirror[entries] = values
+    def _nulls(self, starts: IntArray, columns: IntArray) -> Change:
+        """Return what makes `columns` entries from `starts` on NULL, [num_groups, n] each."""
+        if self._is_null_0:
+            return starts, columns, np.zeros(columns.sum(), np.int32)
+        return starts, columns, np.repeat(self._fillers.ravel(), columns.sum(1))
 
-    def _null(self, starts: IntArray, columns: IntArray, fillers: Any = None) -> None:
-        """Make `columns` entries from `starts` on NULL, [num_groups, n] each, or of one group, given its filler."""
-        if fillers is None:
-            fillers = 0 if self._is_null_0 else np.repeat(self._fillers.ravel(), columns.sum(1))
-        self.mirror[_entries(starts, columns)] = fillers
-        self.journal.mark(starts, columns)
+    def _change(self, *changes: Change) -> None:
+        """Do all changes of an operation: wherever an exception comes, all of them are done or none (R6)."""
+        offsets = np.concatenate([offsets.ravel() for offsets, _, _ in changes])
+        lengths = np.concatenate([lengths.ravel() for _, lengths, _ in changes])
+        values = np.concatenate([values for _, _, values in changes], dtype=np.int32, casting="unsafe")
+        # The steady decode step, one entry for every cell, needs no work.
+        are_single = values.size == offsets.size > 0 and np.maximum.reduce(lengths) == 1
+        self._store(offsets, lengths, offsets if are_single else ranges(offsets, lengths), values)
 
-    def _set_filled(self, cells: IntArray, before: IntArray, after: IntArray) -> None:
-        self.mirror[cells] = after
-        self.journal.mark(cells, before != after)
+    def _store(self, offsets: IntArray, lengths: IntArray, entries: IntArray, values: IntArray) -> None:
+        """Note ranges, and write values [n] into their entries [n].
+
+        All of it is made before: what is noted in vain does no harm. Then one call of numpy's stores counts and columns
+        of all groups. Its arrays need no conversion, so it asks for no memory and runs nobody's Python.
+        """
+        mirror, values = self.mirror, values.astype(np.int32, copy=False)
+        self.journal.mark(offsets, lengths)
+        mirror[entries] = values
+
+
+def _counts(cells: IntArray, before: IntArray, after: IntArray) -> Change:
+    """Return what makes filled counts `after`, where they differ; [num_groups, n] each."""
+    changed = before != after
+    return cells, changed, after.ravel() if changed.all() else after[changed]
 
 
 def _require_counts(counts: Any) -> None:

@@ -9,17 +9,19 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
-from blocktable.checking import CheckMode, check_mode, make_checker
+from blocktable.checking import CheckMode, check_mode, make_checker, plan_checking
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ConfigError, DtypeError, UnsupportedError
 from blocktable.export_calls import ExportCalls
 from blocktable.exports import ExportSets, check_groups
-from blocktable.findings import CheckKinds, Finding
+from blocktable.findings import CheckKinds, Finding, Findings
 from blocktable.host_path import make_rows
 from blocktable.inputs import Reading, read_each, read_step, torch_modes_off, without_torch_modes
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
+from blocktable.overlaps import refuse_overlaps
 from blocktable.protocols import (
+    STEP_INPUTS,
     Array,
     Backend,
     Batch,
@@ -36,6 +38,9 @@ from blocktable.streams import current_stream_getter, stream_handle, stream_owne
 from blocktable.views import BufferViews, Views, batch_key
 
 StepPath = Literal["auto", "separate", "fused"]
+
+NO_ADDRESSES = (None,) * len(STEP_INPUTS)
+"""Of a step whose inputs were not looked at."""
 
 
 class BlockTable(RankCalls, ExportCalls):
@@ -57,7 +62,7 @@ class BlockTable(RankCalls, ExportCalls):
         on_finding: is called with each `Finding`; then none raises, and calls go on.
 
     Attributes:
-        config: as given.
+        config: as given; in device mode with what kernels check (`check_plan`).
         backend: the backend object.
         device: as given.
         check: the mode.
@@ -90,13 +95,16 @@ class BlockTable(RankCalls, ExportCalls):
         if step_path not in get_args(StepPath):
             raise ConfigError(f"step_path must be one of {get_args(StepPath)}, got {step_path!r}.")
         self.check: CheckMode = check_mode(check)
-        self.config = config
+        findings = Findings(len(config.groups), check_kinds, on_finding)
+        self.config = config = plan_checking(self.check, config, findings)
         self.backend: Backend = get_backend(backend) if isinstance(backend, str) else check_backend(backend)
         self.device = device
         if config.slot_dtype == "int32":
             self._require("int32_slots", 'slot_dtype="int32"')
         if step_path == "fused":
             self._require("fused_step", 'step_path="fused"')
+        if self.check == "device":
+            self._require("device_checks", 'check="device"')
         self._has_streams = "streams" in self.backend.capabilities
         self._current_stream: Callable[[], int | None] = current_stream_getter(None)  # of who made the last inputs
         self._rows = make_rows(config)
@@ -105,7 +113,7 @@ class BlockTable(RankCalls, ExportCalls):
         self._num_commits = 0  # with changes
         self.store: BlockStore = self.backend.create_block_store(config, device)
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
-        self._checker = make_checker(self.check, config, self.backend, self.store, check_kinds, on_finding)
+        self._checker = make_checker(self.check, config, self.backend, device, self.store, findings)
         if self._checker is not None:
             self._rows = self._checker.watch(self._rows)
         self._committed = self._rows.committed
@@ -116,11 +124,23 @@ class BlockTable(RankCalls, ExportCalls):
         self._lender: Any = self.store if hasattr(self.store, "lend") else None
         can_fuse = self._lender is not None and "fused_step" in self.backend.capabilities
         self._is_fused = can_fuse and step_path != "separate"
+        if step_path == "fused" and not can_fuse:
+            raise UnsupportedError(
+                f'Backend {self.backend.name!r} has no fused step that checks: with check="device" leave step_path '
+                'to "auto", or set it to "separate".'
+            )
         self._prepares = self._is_fused and hasattr(self.store, "prepare_step")
         self.buffers: StepBuffers = self.create_buffers()
         self._own_views = self._views.of(self.buffers)
         self._checks = BatchChecks(config, self.backend, self._rows, self.buffers.slot_mappings[0])
         self._observed_calls = ObservedCalls(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copy.copy, copy.deepcopy and pickle. Rules: R17."""
+        raise DtypeError(
+            "A BlockTable cannot be copied or pickled: it owns device memory that kernels and captured graphs address. "
+            "Pickle its config, which is plain data, make a table of it, and set the rows from block_ids()."
+        )
 
     # Device.
 
@@ -143,6 +163,8 @@ class BlockTable(RankCalls, ExportCalls):
         if self._checker is not None:
             self._checker.before_commit(handle)
         self._commit(handle)
+        if self._checker is not None:
+            self._checker.after_call()
 
     def _commit(self, stream: int | None) -> None:
         if self._lender is None:
@@ -194,12 +216,13 @@ class BlockTable(RankCalls, ExportCalls):
         """
         buffers = self._buffers(out)
         batch = self._checks.batch(idx_mapping, None, None, num_reqs, num_reqs_padded, num_computed_tokens)
+        views = self._views.of(buffers)
+        views.memory.refuse((("idx_mapping", idx_mapping), ("num_computed_tokens", num_computed_tokens)))
         handle = self._stream(stream, idx_mapping)
         if batch.wants_tables:
             if self._checker is not None:
                 self._checker.before_gather(batch, buffers, handle)
             self.store.gather(batch, buffers, stream=handle)
-            views = self._views.of(buffers)
             views.held = batch_key(batch.num_reqs, idx_mapping, num_computed_tokens)
             views.held_commits = self._num_commits
         return self._views.block_tables(buffers, batch)
@@ -245,11 +268,18 @@ class BlockTable(RankCalls, ExportCalls):
         batch = self._checks.batch(idx_mapping, query_start_loc, positions, None, None, None)
         buffers = self._buffers(out) if isinstance(out, StepBuffers) or out is None else None
         arrays, returned = self._checks.slot_outputs(batch, buffers, out, chosen, num_tokens_padded, self._views)
+        inputs = ("idx_mapping", idx_mapping), ("query_start_loc", query_start_loc), ("positions", positions)
+        if buffers is None:
+            refuse_overlaps([(f"out[{place}]", array) for place, array in enumerate(arrays)], inputs)
+        else:
+            self._views.of(buffers).memory.refuse(inputs)
         handle = self._stream(stream, positions)
         if self._checker is not None:
             self._checker.before_slots(batch, num_tokens_padded, chosen, handle)
         options: Any = {} if chosen is None else {"groups": chosen}  # what most calls of a mapper never see
         self.mapper.compute_slot_mappings(batch, arrays, stream=handle, **options)
+        if self._checker is not None:
+            self._checker.after_call()
         return returned
 
     def step(
@@ -324,6 +354,7 @@ class BlockTable(RankCalls, ExportCalls):
             self._views.step(buffers, batch, num_returned),
             self._lender.prepare_step(batch, buffers, addresses) if self._prepares else None,
             current_stream,
+            views=self._views.of(buffers).memory.to_look_at(arrays),
             has_addresses=(batch.idx_mapping is None or addresses[0] is not None)
             and (batch.num_computed_tokens is None or addresses[1] is not None),
             num_tokens_padded=num_tokens_padded,
@@ -347,6 +378,8 @@ class BlockTable(RankCalls, ExportCalls):
         if plan.prepared is not None and not plan.prepared.resize(num_positions):
             return None
         plan.num_positions = num_positions
+        plan.num_bytes = (*plan.num_bytes[:3], 8 * num_positions)
+        plan.addresses = NO_ADDRESSES
         num_returned = num_positions if num_tokens_padded is None else num_tokens_padded
         slots = (self.buffers if out is None else out).slot_mappings
         plan.step = Step(plan.step.block_tables, slots, num_returned)
@@ -362,6 +395,11 @@ class BlockTable(RankCalls, ExportCalls):
         stream: Any,
     ) -> int | None:
         """Commit, and do a step; return the handle of its stream. Its arguments are right, but for the padding."""
+        if addresses != plan.addresses:
+            plan.refuse_outputs(views.memory, arrays, addresses)
+        for place in plan.views:
+            if views.memory.may_hold(arrays[place]):  # type: ignore[arg-type]
+                plan.refuse_outputs(views.memory, arrays, addresses, is_certain=False)
         if plan.has_padding_rows:
             self._checks.require_empty_rows(plan.num_reqs, plan.num_reqs_padded, will_commit=True)
         if stream is not None or not self._has_streams:
@@ -395,6 +433,8 @@ class BlockTable(RankCalls, ExportCalls):
             else:
                 views.held = batch_key(plan.num_reqs, arrays[0], arrays[1])
             views.held_commits = self._num_commits
+        if self._checker is not None:
+            self._checker.after_call()
         return handle
 
     def _run_batch(self, batch: Batch, buffers: StepBuffers, stream: int | None) -> None:
@@ -481,6 +521,10 @@ class BlockTable(RankCalls, ExportCalls):
             )
             if lens_reading[0] is not None:
                 views.keep_plan(key, plan)
+        if lens_reading[2] != plan.lens_addresses or None in lens_reading[2]:
+            for planned, family in zip(plan.exports, exports.families, strict=True):
+                self._refuse_outputs(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])))
+            plan.lens_addresses = lens_reading[2]
         handle = self._run(plan, views, out, arrays, reading[2], stream)
         for planned, family in zip(plan.exports, exports.families, strict=True):
             self._run_export(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])), handle)
@@ -500,7 +544,7 @@ class BlockTable(RankCalls, ExportCalls):
         buffers = self.store.create_buffers()
         dummy, starts, positions, computed = (
             self.backend.from_host(np.array(values, dtype), self.device)
-            for values, dtype in (([-1], np.int32), ([0, 1], np.int32), ([0], np.int64), ([0], np.int32))
+            for values, dtype in (([-1], np.int32), ([0, 0], np.int32), ([0], np.int64), ([0], np.int32))
         )
         for idx_mapping in (dummy, None):
             for num_computed_tokens in (None, computed):
@@ -527,6 +571,9 @@ class BlockTable(RankCalls, ExportCalls):
             for buffers in self._views:
                 self.store.reset_buffers(buffers, stream=stream)
             self._exports.reset(stream)
+            if self.check == "device":
+                store: Any = self.store
+                store.reset_checks(stream=stream)
 
     def _end_commit(self) -> None:
         """Forget what the store has taken; until then it stays pending."""

@@ -14,6 +14,7 @@ from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, ConfigError, DtypeError
 from blocktable.inputs import torch_modes_off
 from blocktable.layouts import Layout
+from blocktable.overlaps import OutputMemory
 from blocktable.protocols import Array, Batch, BlockStore, Step, StepBuffers
 from blocktable.streams import address_of
 
@@ -55,11 +56,13 @@ class Views:
     """What is known of one set of buffers.
 
     Attributes:
+        memory: where its arrays lie.
         plans: of the steps that write it, by what the inputs are and what is asked for.
         held: the batch that its tables hold, as `batch_key` names it. None: none.
         held_commits: the table's commits with changes at that time.
     """
 
+    memory: OutputMemory
     plans: OrderedDict[Any, StepPlan] = field(default_factory=OrderedDict)
     block_tables: OrderedDict[tuple[int, bool, bool], tuple[Array, ...]] = field(default_factory=OrderedDict)
     slot_mappings: OrderedDict[int, tuple[Array, ...]] = field(default_factory=OrderedDict)
@@ -101,7 +104,11 @@ class BufferViews:
                 f"{self._config.max_num_batched_tokens} slots, and {self._config.max_num_reqs} batch rows; lower "
                 "max_num_batched_tokens or max_num_reqs."
             ) from error
-        self._sets[buffers] = Views()
+        named = (("block_tables", buffers.block_tables), ("slot_mappings", buffers.slot_mappings))
+        outputs = [
+            (f"the set's {name}[{group}]", array) for name, arrays in named for group, array in enumerate(arrays)
+        ]
+        self._sets[buffers] = Views(OutputMemory(outputs))
         return buffers
 
     def of(self, buffers: Any) -> Views:

@@ -24,14 +24,31 @@ EXPORT_KERNELS = (
     *("clear_inverse_map", "write_inverse_map", "gather_state_indices"),
     *("map_requests", "map_positions"),
 )
-KERNELS = STEP_KERNELS + EXPORT_KERNELS
+CHECK_KERNELS = ("check_requests",)
+KERNELS = STEP_KERNELS + CHECK_KERNELS + EXPORT_KERNELS
 SOURCES = {
-    "numpy": ("backends/blocktable_numpy/kernels.py", "backends/blocktable_numpy/exports.py"),
-    "Triton": ("backends/blocktable_triton/kernels.py", "backends/blocktable_triton/exports.py"),
-    "CUDA C++": ("backends/blocktable_cupy/kernels.cu", "backends/blocktable_cupy/exports.cu"),
-    "Numba": ("backends/blocktable_numba/kernels.py", "backends/blocktable_numba/exports.py"),
+    "numpy": (
+        "backends/blocktable_numpy/kernels.py",
+        "backends/blocktable_numpy/checks.py",
+        "backends/blocktable_numpy/exports.py",
+    ),
+    "Triton": (
+        "backends/blocktable_triton/kernels.py",
+        "backends/blocktable_triton/checks.py",
+        "backends/blocktable_triton/exports.py",
+    ),
+    "CUDA C++": (
+        "backends/blocktable_cupy/kernels.cu",
+        "backends/blocktable_cupy/checks.cu",
+        "backends/blocktable_cupy/exports.cu",
+    ),
+    "Numba": (
+        "backends/blocktable_numba/kernels.py",
+        "backends/blocktable_numba/checks.py",
+        "backends/blocktable_numba/exports.py",
+    ),
 }
-"""Language -> where its kernels are: those of a step, then those of exports."""
+"""Language -> where its kernels are: those of a step, what checks, those of exports."""
 
 STEP = re.compile(r"^( *)(?:#|//) step (\d+): (.*)$")
 CUDA_KERNEL = re.compile(r'^extern "C" __global__ void (\w+)\(')
@@ -41,9 +58,9 @@ HEAD = f"""\
 
 <!-- Written by `{COMMAND}` from the backends' sources: change those and run it. -->
 
-Every backend has the same kernels, {len(STEP_KERNELS)} for steps and {len(EXPORT_KERNELS)} for exports, in the same
-order and in the same numbered steps; a test holds that. This page lays the steps side by side; kernels that only
-some backends have, such as a fused step's, are not on it.
+Every backend has the same kernels, {len(STEP_KERNELS)} for steps, one for steps of a table whose kernels check, and
+{len(EXPORT_KERNELS)} for exports, in the same order and in the same numbered steps; a test holds that. This page lays
+the steps side by side; kernels that only some backends have, such as a fused step's, are not on it.
 
 | word | what it is in every language |
 | --- | --- |

@@ -208,17 +208,3 @@ def test_buffers_that_do_not_fit_are_refused_in_a_sentence(monkeypatch: pytest.M
         make(max_model_len=2**80)
     with pytest.raises(bt.ConfigError, match="world_size"):
         bt.ContextParallel(world_size=2**40)
-
-
-@pytest.mark.parametrize("path", ["compiled", "numpy"])
-def test_a_masked_array_is_its_data(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R7, R9."""
-    if path == "compiled":
-        pytest.importorskip("blocktable_compiled.operations")
-    monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
-    table = make()
-    table.set_rows(np.ma.array([0, 1], mask=[False, True]), [7, 8, 9, 4], [2, 2])
-    assert table.block_ids(0, 0).tolist() == [7, 8]
-    assert table.block_ids(1, 0).tolist() == [9, 4]
-    table.commit()
-    table.verify()

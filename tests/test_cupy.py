@@ -96,7 +96,7 @@ def _compile_by_nvrtc(text: str, architecture: int, options: list[str]) -> str:
 
 
 def test_features_are_those_of_the_source() -> None:
-    assert set(re.findall(r"\bHAS_[A-Z_]+\b", driver.read_source("kernels"))) == set(driver.FEATURES)
+    assert set(re.findall(r"\b(?:HAS_[A-Z_]+|CHECKED)\b", driver.read_source("kernels"))) == set(driver.FEATURES)
 
 
 def test_a_launch_hands_over_its_arguments_or_raises() -> None:

@@ -45,9 +45,9 @@ class Target:
 
 
 TARGETS = {
-    "triton": Target("TritonBackend", ".py", "TRITON_INTERPRET", ("triton", "torch")),
+    "triton": Target("TritonBackend", ".py", "TRITON_INTERPRET", ("triton", "torch"), "common.py"),
     "cupy": Target("CupyBackend", ".cu", "BLOCKTABLE_CUPY_EMULATE", (), "common.cuh"),
-    "numba": Target("NumbaBackend", ".py", "NUMBA_ENABLE_CUDASIM", ("numba_cuda",)),
+    "numba": Target("NumbaBackend", ".py", "NUMBA_ENABLE_CUDASIM", ("numba_cuda",), "common.py"),
 }
 
 
@@ -87,7 +87,7 @@ FAULTS = {
                 "(column < num_entries)": "(row >= 0)",
                 "is_valid & (column < columns)": "is_valid",
             },
-            "cupy": {"column < width ?": "column < 2 * width ?", "if (column >= columns) return pad;": ""},
+            "cupy": {"column < width ?": "column < 2 * width ?", "  if (column >= columns) {": "  if (false) {"},
             "numba": {
                 "is_valid & (column < width)": "is_valid & (column < 2 * width)",
                 "is_valid & (column < columns)": "is_valid",
@@ -99,8 +99,8 @@ FAULTS = {
         "slots_are_64_bits_wide",
         {
             "triton": {"block_id * tokens_per_column.to(tl.int64)": "(block_id * tokens_per_column << 32 >> 32)"},
-            "cupy": {"return block_id * tokens_per_column": "return (int)(block_id * tokens_per_column)"},
-            "numba": {"block_id * tokens_per_column +": "(block_id * tokens_per_column << 32 >> 32) +"},
+            "cupy": {"int64 slot = block_id * tokens_per_column": "int64 slot = (int)(block_id * tokens_per_column)"},
+            "numba": {"slot = block_id * tokens_per_column +": "slot = (block_id * tokens_per_column << 32 >> 32) +"},
         },
     ),
     "rows_of_a_larger_batch_stay": Fault(
@@ -173,7 +173,9 @@ FAULTS = {
         "separate and (null_block_spans or tokens_in_holes)",
         {
             "triton": {"< blocks_per_kv_block.to(tl.uint32)": "< 1"},
-            "cupy": {"&& is_missing(groups[g], block_id)": "&& block_id == groups[g].null_start"},
+            "cupy": {
+                "null_is_pad && is_missing(groups[g], block_id)": "null_is_pad && block_id == groups[g].null_start"
+            },
             "numba": {"(entry - null_start) < blocks_per_kv_block": "(entry - null_start) < 1"},
         },
     ),
@@ -248,8 +250,8 @@ FAULTS = {
         "R14",
         "step_longer_than_its_ring",
         {
-            "triton": {"is_valid & (tl.maximum(last_position, 0) - position < ring)": "is_valid"},
-            "cupy": {"ring == 0 || (last > 0 ? last : 0) - position >= ring": "ring == 0"},
+            "triton": {"is_valid & (tl.maximum(last_position, 0) - position < tl.maximum(ring, 1))": "is_valid"},
+            "cupy": {"if ((last > 0 ? last : 0) - position >= ring) return -1;": ""},
             "numba": {"is_valid & (max(last_position, 0) - local < ring)": "is_valid"},
         },
     ),
@@ -747,6 +749,47 @@ FAULTS = {
         "positions_by_hand",
         {"triton": {"_divide(cell, num_positions.to(tl.int64))": "_divide(cell + 1, num_positions.to(tl.int64))"}},
         "exports",
+    ),
+    # What kernels check.
+    "bit_of_the_next_block": Fault(
+        "R41",
+        "separate and planted_bug_is_found and not graph and shared_block_of_three_rows",
+        {
+            "triton": {"(held >> (block & 31))": "(held >> (block + 1 & 31))"},
+            "cupy": {">> block % 32 & 1": ">> (block + 1) % 32 & 1"},
+            "numba": {">> (block & 31)) & 1 > 0": ">> ((block + 1) & 31)) & 1 > 0"},
+        },
+        "checks",
+    ),
+    "first_token_is_no_excuse": Fault(
+        "R41",
+        "separate and planted_bug_is_found and not graph and shared_block_in_a_window",
+        {
+            "triton": {"is_shared & (is_first == 0)": "is_shared"},
+            "cupy": {"if (offset > 0 && !writes_first_token(": "if (offset >= 0 || !writes_first_token("},
+            "numba": {"if writes_first_token(": "if offset < 0 and writes_first_token("},
+        },
+        "checks",
+    ),
+    "marks_are_not_kept": Fault(
+        "R41",
+        "separate and planted_bug_is_found and not graph and position_gap_after",
+        {
+            "triton": {"tl.store(kept_ptr, restart, mask=is_asked)": "pass"},
+            "cupy": {"kept[0] = restart;": ""},
+            "numba": {"checker[kept] = restart": "pass"},
+        },
+        "checks",
+    ),
+    "every_call_has_one_number": Fault(
+        "R41",
+        "separate and planted_bug_is_found and not graph and slot_written_twice_in_a_tree",
+        {
+            "triton": {"tl.load(_pointer(checker, tl.int32)) + 1)": "tl.load(_pointer(checker, tl.int32)))"},
+            "cupy": {"checker[0] += 1;": ";"},
+            "numba": {"checker[0] += 1": "pass"},
+        },
+        "checks",
     ),
     "position_has_the_groups_pad": Fault(
         "R36",

@@ -300,7 +300,8 @@ for place, value in ((1, 2**32 + 1), (8, 1 << 20)):  # beyond int32; beyond the 
 
 @NEEDS_NUMBA
 def test_kernels_know_the_features_that_they_name() -> None:
-    named = re.findall(r"\bHAS_[A-Z_]+\b", (ROOT / "backends/blocktable_numba/kernels.py").read_text())
+    sources = [(ROOT / f"backends/blocktable_numba/{name}.py").read_text() for name in ("checks", "kernels")]
+    named = re.findall(r"\b(?:HAS_[A-Z_]+|CHECKED)\b(?! =)", "".join(sources))
     printed = run_simulated("from blocktable_numba.driver import KNOWN\nprint(*sorted(KNOWN))")
     assert printed.split() == sorted(set(named))
 

@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
-from blocktable.device import EXPORT_KERNELS, PLAIN_KERNELS, signature_of
+from blocktable.device import CHECK_KERNELS, EXPORT_KERNELS, PLAIN_KERNELS, signature_of
 
 ARCHITECTURES = (80, 90, 100)
-KERNELS = (*(kernel.name for kernel in PLAIN_KERNELS), "step_batch")
+KERNELS = (*(kernel.name for kernel in (*PLAIN_KERNELS, *CHECK_KERNELS)), "step_batch")
 EXPORTS = tuple(kernel.name for kernel in EXPORT_KERNELS)
 FEATURES = ("all", "none")
 SLOT_DTYPES = ("int64", "int32")

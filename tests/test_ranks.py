@@ -1,4 +1,4 @@
-"""Row changes as packets, and digests: equal tables after any history, refusals that change nothing (R48-R50)."""
+"""Row changes as packets, and digests: equal tables after any history, refusals that change nothing (R45-R47)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mixed(number: int) -> int:
 
 
 def plain_digest(table: bt.BlockTable) -> int:
-    """Return the digest that R50 says, entry by entry."""
+    """Return the digest that R47 says, entry by entry."""
     arena, total = table.config.arena, 0
     parts = [(0, table._rows.filled, 0)]
     parts += [(arena.group_offsets[g], table.host_table(g), filler) for g, filler in enumerate(arena.fillers)]
@@ -94,9 +94,9 @@ def change(table: bt.BlockTable, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_table_that_applies_every_packet_holds_the_same(seed: int) -> None:
-    """Both commit when they like; a commit loses nothing for the next packet. Rules: R48-R50, R9.1."""
+    """Both commit when they like; a commit loses nothing for the next packet. Rules: R45-R47, R9.1."""
     chance = random.Random(seed)
-    sender, receiver = make(), make(check=chance.choice(["off", "host"]))
+    sender, receiver = make(), make(check=["off", "host", "device"][seed % 3])
     for _ in range(40):
         for _ in range(chance.randint(0, 4)):
             change(sender, chance)
@@ -113,7 +113,7 @@ def test_a_table_that_applies_every_packet_holds_the_same(seed: int) -> None:
 
 
 def test_any_history_of_the_suite_reaches_another_table() -> None:
-    """Every geometry and operation that the suite draws, refused ones too. Rules: R4-R9, R48-R50."""
+    """Every geometry and operation that the suite draws, refused ones too. Rules: R4-R9, R45-R47."""
 
     class PackedHistory(TableHistory):
         subject = Subject("numpy", bt.get_backend("numpy"))
@@ -141,7 +141,7 @@ def test_any_history_of_the_suite_reaches_another_table() -> None:
 
 
 def test_a_first_packet_holds_what_was_committed_before() -> None:
-    """Rules: R48."""
+    """Rules: R45."""
     sender, receiver = make(), make()
     sender.set_row(2, [[7, 8], [0]])
     sender.commit()
@@ -150,7 +150,7 @@ def test_a_first_packet_holds_what_was_committed_before() -> None:
 
 
 def test_a_packet_of_nothing_compares() -> None:
-    """Rules: R48, R49."""
+    """Rules: R45, R46."""
     sender, receiver = make(), make()
     packet = sender.pack_changes()
     assert len(packet) == 64 + 24 * 2 + 8
@@ -162,7 +162,7 @@ def test_a_packet_of_nothing_compares() -> None:
 
 
 def test_packing_commits_nothing_and_bytes_follow_the_changes() -> None:
-    """Rules: R48."""
+    """Rules: R45."""
     sender = make()
     sender.pack_changes()
     sender.append_row(1, [[5], []])
@@ -200,7 +200,7 @@ def next_packet(sender: bt.BlockTable, block: int) -> bytes:
 
 
 def test_lost_doubled_and_reordered_packets_are_refused_by_their_numbers() -> None:
-    """Rules: R49."""
+    """Rules: R46."""
     sender, receiver = pair()
     second, third, fourth = (next_packet(sender, block) for block in (4, 5, 6))
     refuse(receiver, third, "Packet 2 came before its turn: packet 1 is missing")
@@ -214,7 +214,7 @@ def test_lost_doubled_and_reordered_packets_are_refused_by_their_numbers() -> No
 
 
 def test_a_whole_packet_makes_good_what_was_lost_and_is_not_taken_twice() -> None:
-    """Rules: R48, R49."""
+    """Rules: R45, R46."""
     sender, receiver = pair()
     next_packet(sender, 4)
     sender.move_row(0, 3)
@@ -230,7 +230,7 @@ def test_a_whole_packet_makes_good_what_was_lost_and_is_not_taken_twice() -> Non
 
 
 def test_truncated_packets_and_every_flipped_bit_are_refused() -> None:
-    """Rules: R49."""
+    """Rules: R46."""
     sender, receiver = pair()
     packet = next_packet(sender, 4)
     for size in range(len(packet)):
@@ -247,13 +247,13 @@ def test_truncated_packets_and_every_flipped_bit_are_refused() -> None:
 
 @pytest.mark.parametrize("given", [None, 7, "BTCH", [1, 2]], ids=str)
 def test_what_is_no_bytes_is_refused(given: Any) -> None:
-    """Rules: R49."""
+    """Rules: R46."""
     refuse(make(), given, "must be the bytes that pack_changes", bt.DtypeError)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda packet: np.frombuffer(packet, np.uint8)])
 def test_bytes_come_in_any_form(kind: Callable[[bytes], Any]) -> None:
-    """Rules: R49."""
+    """Rules: R46."""
     sender, receiver = make(), make()
     sender.set_row(3, [[1], [2]])
     receiver.apply_changes(kind(sender.pack_changes()))
@@ -276,14 +276,14 @@ def test_bytes_come_in_any_form(kind: Callable[[bytes], Any]) -> None:
     ],
 )
 def test_another_geometry_is_refused(options: dict[str, Any], name: str) -> None:
-    """Rules: R49."""
+    """Rules: R46."""
     sender = make()
     sender.set_row(0, [[1, 2], [3]])
     refuse(make(**options), sender.pack_changes(), name)
 
 
 def test_ranks_and_what_is_no_geometry_may_differ() -> None:
-    """Rules: R49."""
+    """Rules: R46."""
     sender, receiver = (
         make(
             context_parallel=bt.ContextParallel(world_size=2, rank=rank, interleave_size=2),
@@ -299,7 +299,7 @@ def test_ranks_and_what_is_no_geometry_may_differ() -> None:
 
 
 def test_a_block_that_a_cache_does_not_have_is_refused() -> None:
-    """Rules: R7, R49."""
+    """Rules: R7, R46."""
     receiver = make(groups=(bt.KVCacheGroup(block_size=4, num_blocks=50), GROUPS[1]))
     sender = make()
     sender.set_row(2, [[49, 50], [3]])
@@ -312,7 +312,7 @@ def forged(sender: bt.BlockTable, entries: list[int], values: list[int]) -> byte
 
 
 def test_a_packet_that_reaches_outside_the_rows_is_refused() -> None:
-    """Its checksum is right. Rules: R49."""
+    """Its checksum is right. Rules: R46."""
     table = make()
     arena = table.config.arena
     first, second = arena.group_offsets
@@ -334,7 +334,7 @@ def test_a_packet_that_reaches_outside_the_rows_is_refused() -> None:
 
 
 def test_a_divergence_is_refused_before_anything_is_changed() -> None:
-    """Rules: R49, R50."""
+    """Rules: R46, R47."""
     sender, receiver = pair()
     receiver.replace_blocks(0, 0, 1, [77])
     assert receiver.digest() != sender.digest()
@@ -351,7 +351,7 @@ def test_a_divergence_is_refused_before_anything_is_changed() -> None:
 
 
 def test_a_digest_is_the_one_the_contract_says() -> None:
-    """Rules: R50."""
+    """Rules: R47."""
     table = make()
     assert table.digest() == 0
     table.set_row(1, [[3, 4], [0]])
@@ -361,7 +361,7 @@ def test_a_digest_is_the_one_the_contract_says() -> None:
 
 
 def test_a_digest_tells_rows_groups_and_places_apart() -> None:
-    """Rules: R50."""
+    """Rules: R47."""
     held_rows: list[tuple[int, list[list[int]]]] = [
         (0, [[5], []]),
         (1, [[5], []]),
@@ -379,7 +379,7 @@ def test_a_digest_tells_rows_groups_and_places_apart() -> None:
 
 
 def test_the_order_of_changes_does_not_matter() -> None:
-    """Rules: R50."""
+    """Rules: R47."""
     first, second = make(), make()
     first.set_row(0, [[1, 2], [3]])
     first.digest()
@@ -394,7 +394,7 @@ def test_the_order_of_changes_does_not_matter() -> None:
 
 
 def test_large_appends_reach_packets_though_the_mirror_is_behind() -> None:
-    """The compiled path only notes some steps of large appends. Rules: R48-R50."""
+    """The compiled path only notes some steps of large appends. Rules: R45-R47."""
     options: dict[str, Any] = {"groups": GROUPS[:1], "max_num_rows": 300, "max_model_len": 256}
     sender, receiver = make(**options), make(**options)
     for block in range(1, 21):
@@ -409,7 +409,7 @@ def test_large_appends_reach_packets_though_the_mirror_is_behind() -> None:
 
 @pytest.mark.parametrize("is_packing", [False, True])
 def test_the_cost_follows_the_changes_and_not_the_table(is_packing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries that are looked at: a count and a column for each row and group that was appended to. Rules: R48-R50."""
+    """Entries that are looked at: a count and a column for each row and group that was appended to. Rules: R45-R47."""
     looked_at: dict[int, list[int]] = {}
     right: Any = vars(ranks)["difference"]
     widths = 256, 1 << 16
@@ -434,7 +434,7 @@ def test_the_cost_follows_the_changes_and_not_the_table(is_packing: bool, monkey
 
 
 def test_a_table_that_is_never_asked_keeps_nothing() -> None:
-    """Rules: R50."""
+    """Rules: R47."""
     table = make()
     table.set_row(0, [[1], [2]])
     table.commit()
@@ -442,7 +442,7 @@ def test_a_table_that_is_never_asked_keeps_nothing() -> None:
 
 
 def test_what_no_packet_holds_stays_bounded() -> None:
-    """Commits without packets: what is kept for the next one is at most the table. Rules: R48."""
+    """Commits without packets: what is kept for the next one is at most the table. Rules: R45."""
     sender, receiver = make(), make()
     receiver.apply_changes(sender.pack_changes())
     for number in range(400):
@@ -456,7 +456,7 @@ def test_what_no_packet_holds_stays_bounded() -> None:
 
 
 def test_rows_of_requests_find_what_a_packet_has_changed() -> None:
-    """Rules: R46, R49."""
+    """Rules: R43, R46."""
     sender, receiver = make(), make()
     requests = bt.Requests(receiver)
     row = requests.sync("a", [[1, 2], [3]])
@@ -468,7 +468,7 @@ def test_rows_of_requests_find_what_a_packet_has_changed() -> None:
 
 
 def test_a_checked_table_takes_moves_and_new_requests_without_findings() -> None:
-    """What the sender's rows do is right, and so are the receiver's steps. Rules: R38, R49."""
+    """What the sender's rows do is right, and so are the receiver's steps. Rules: R38, R46."""
     sender, receiver = make(), make(check="host")
     starts, rows = np.array([0, 1], np.int32), np.array([0], np.int32)
     sender.set_row(0, [[1], [2]])

@@ -1,4 +1,4 @@
-"""Rows for requests: lives against plain dictionaries, what is sent, what is refused (R45-R47)."""
+"""Rows for requests: lives against plain dictionaries, what is sent, what is refused (R42-R44)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def held(requests: bt.Requests, request: Hashable) -> list[list[int]]:
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives_hold_what_a_dictionary_says(num_groups: int, seed: int) -> None:
-    """Every kind of sequence, changes by the table's own calls, batches. Rules: R45, R46."""
+    """Every kind of sequence, changes by the table's own calls, batches. Rules: R42, R43."""
     chance, requests = random.Random(seed), make(num_groups, max_num_reqs=6, max_num_rows=5)
     table, expected, preempted = requests.table, dict[str, list[list[int]]](), set[str]()
 
@@ -106,7 +106,7 @@ def test_random_lives_hold_what_a_dictionary_says(num_groups: int, seed: int) ->
 
 
 def test_only_what_differs_is_sent() -> None:
-    """Rules: R9.6, R9.8, R46."""
+    """Rules: R9.6, R9.8, R43."""
     requests = make()
     table, ids = requests.table, list(range(1, 9))
     requests.sync_batch(["a", "b"], [ids, [20]])
@@ -127,7 +127,7 @@ def test_only_what_differs_is_sent() -> None:
 
 
 def test_a_request_that_did_not_change_calls_nothing_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R46."""
+    """Rules: R43."""
     for kind in (list, KINDS["int32"]):
         requests = make(2)
         groups = [kind([3, 4]), kind([5])]
@@ -139,7 +139,7 @@ def test_a_request_that_did_not_change_calls_nothing_of_the_table(monkeypatch: p
 
 
 def test_the_engine_may_change_its_lists_after_the_call() -> None:
-    """Rules: R46."""
+    """Rules: R43."""
     requests, ids = make(), [[3, 4]]
     array = np.array([7, 8], np.int32)
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_the_engine_may_change_its_lists_after_the_call() -> None:
 
 @pytest.mark.parametrize("make_ids", [list, KINDS["int32"]], ids=["list", "array"])
 def test_a_request_that_did_not_change_takes_at_most_five_microseconds(make_ids: Callable[..., Any]) -> None:
-    """Of 512 blocks, the best of many calls; one of a batch takes less. Rules: R46."""
+    """Of 512 blocks, the best of many calls; one of a batch takes less. Rules: R43."""
     requests = make(max_num_reqs=64, max_num_batched_tokens=64, max_model_len=16 * 512)
     names, ids = [f"request {i}" for i in range(64)], [make_ids([i % 499 + 1 for i in range(512)]) for _ in range(64)]
     requests.sync_batch(names, ids)
@@ -175,7 +175,7 @@ def test_a_request_that_did_not_change_takes_at_most_five_microseconds(make_ids:
 
 
 def test_any_hashable_is_a_request() -> None:
-    """Rules: R45."""
+    """Rules: R42."""
     requests = make(max_num_reqs=8)
     keys: list[Hashable] = ["a", 7, (1, "b"), None, frozenset([1]), b"x", object(), 2.5]
     requests.sync_batch(keys, [[i + 1] for i in range(8)])
@@ -197,7 +197,7 @@ def test_any_hashable_is_a_request() -> None:
 
 
 def test_rows_that_run_out_are_refused_with_the_request() -> None:
-    """Rules: R45."""
+    """Rules: R42."""
     requests = make(max_num_rows=2, max_num_reqs=4)
     requests.sync_batch(["a", "b"], [[1], [2]])
     with pytest.raises(bt.NoFreeRowError, match="request 'c' finds no free row: all 2 rows") as caught:
@@ -214,7 +214,7 @@ def test_rows_that_run_out_are_refused_with_the_request() -> None:
 
 
 def test_a_request_without_a_row_is_refused() -> None:
-    """Rules: R45, R47."""
+    """Rules: R42, R44."""
     requests = make()
     requests.sync_batch(["a", "b"], [[1], [2]])
     requests.preempt("a")
@@ -241,7 +241,7 @@ def test_a_request_without_a_row_is_refused() -> None:
     ],
 )
 def test_a_batch_of_which_a_part_is_refused_changes_nothing(batch: list[str], error: Any, match: str) -> None:
-    """The first request grows, the second one is replaced, the third one is too long. Rules: R6, R45."""
+    """The first request grows, the second one is replaced, the third one is too long. Rules: R6, R42."""
     requests = make()
     requests.sync_batch(["a", "b"], [[1], [2, 3]])
     requests.table.commit()
@@ -259,19 +259,20 @@ def test_a_batch_of_which_a_part_is_refused_changes_nothing(batch: list[str], er
 
 
 def test_a_kind_of_sequence_that_changes_is_compared_with_the_row() -> None:
-    """Rules: R46."""
+    """Rules: R43."""
     requests = make()
-    for ids in ([1, 2], np.array([1, 2]), np.array([1]), [1], [[1]], [np.array([1])], [np.array([], int)], [[]], []):
-        requests.sync("a", ids)
-        requests.sync_batch(["a"], [ids])
-        assert held(requests, "a") == [np.array(ids, int).ravel().tolist()]
-    for ids in ([], None, range(3, 5), (3, 4), (np.int64(3), 5)):
-        requests.sync("a", ids)
-        assert held(requests, "a") == [list(ids or [])]
+    given: Any
+    for given in ([1, 2], np.array([1, 2]), np.array([1]), [1], [[1]], [np.array([1])], [np.array([], int)], [[]], []):
+        requests.sync("a", given)
+        requests.sync_batch(["a"], [given])
+        assert held(requests, "a") == [np.array(given, int).ravel().tolist()]
+    for given in ([], None, range(3, 5), (3, 4), (np.int64(3), 5)):
+        requests.sync("a", given)
+        assert held(requests, "a") == [list(given or [])]
 
 
 def test_the_mapping_is_one_array_padded_to_its_end() -> None:
-    """Rules: R47."""
+    """Rules: R44."""
     requests = make()
     requests.sync_batch("abc", [[1], [2], [3]])
     whole = requests.idx_mapping("cab", 4)

@@ -68,8 +68,7 @@ def table() -> bt.BlockTable:
 def tensors(table: bt.BlockTable, **values: Any) -> dict[str, Any]:
     dtypes = {"positions": np.int64}
     return {
-        name: table.backend.from_host(np.array(value, dtypes.get(name, np.int32)))  # type: ignore[arg-type]
-        for name, value in values.items()
+        name: table.backend.from_host(np.array(value, dtypes.get(name, np.int32))) for name, value in values.items()
     }
 
 
@@ -95,7 +94,7 @@ def test_steps_wait_for_nothing(table: bt.BlockTable) -> None:
     assert {"index_select", "searchsorted", "where"} <= set(watching.seen)
 
 
-KINDS = {layout.kind: layout for layout in bt.LAYOUTS.values()}
+KINDS: dict[str, bt.Layout] = {layout.kind: layout for layout in bt.LAYOUTS.values()}
 GROUP_OF = {"ring": 1, "state": 2}
 
 
@@ -131,6 +130,18 @@ def test_a_device_that_torch_has_not_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert backend.why_unavailable() is None
     assert backend.description == "torch (cpu)"
     assert not {"streams", "graph_capture"} & backend.capabilities
+
+
+def test_a_table_on_the_host_takes_tensors_where_the_default_device_is_a_gpu() -> None:
+    """Rules: R22."""
+
+    class Backend(TorchBackend):
+        capabilities = TorchBackend().capabilities | {"streams", "graph_capture"}
+
+    table = bt.BlockTable(CONFIG, Backend(), "cpu")
+    table.set_row(1, [[5], [1], [8]])
+    step = table.step(**tensors(table, idx_mapping=[1], query_start_loc=[0, 1], positions=[2]))
+    assert step.slot_mappings[1].tolist() == [6]
 
 
 def test_an_array_elsewhere_is_refused() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -253,3 +254,13 @@ def test_prefix_keys_are_equal_where_all_tokens_before_are() -> None:
         assert max(group.max(initial=-1) for group in keys) < index.num_keys(tokens_per_block)
         for group in keys:
             assert np.unique(group).size == group.size
+
+
+def test_a_file_of_blank_lines_ends_early(tmp_path: Path) -> None:
+    """A kilobyte of zstd, or some of gzip, holds 30 million lines."""
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(b"\n" * (1 << 25), 1))
+    begin = time.perf_counter()
+    with pytest.raises(TraceError, match="more than 262144 lines are blank"):
+        read_trace(path)
+    assert time.perf_counter() - begin < 5

@@ -48,7 +48,7 @@ def targets_of(variant: str) -> tuple[str, ...]:
     return OVERLAPPING if variant.endswith("overlapping") else tuple(TARGETS)
 
 
-ARGUMENTS = [0, 2**46 + 8, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, 2**31]
+ARGUMENTS = [0, 2**46 + 8, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, 2**31, 48, 56]
 """Of map_slots."""
 
 # Each would be a kernel of its own if a launch were specialised: 0, 1, multiples of 16, odd ones, beyond 32 bits.

@@ -26,12 +26,15 @@ if not PEER.is_dir():
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("vLLM's kernel is to be interpreted: TRITON_INTERPRET=1", allow_module_level=True)
 
-from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES  # noqa: E402
+from blocktable_conformance.vllm_fuzz import stable_histories  # noqa: E402
+from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES, V2_DIFFERENCES  # noqa: E402
 from blocktable_conformance.vllm_fuzz.histories import MANY, MULTI, Geometry, draw_call, draw_geometry  # noqa: E402
 from blocktable_conformance.vllm_fuzz.pair import Pair  # noqa: E402
 from blocktable_conformance.vllm_fuzz.run import Outcome, Plan, is_expected, run, shrink  # noqa: E402
+from blocktable_vllm.stable import StableRows  # noqa: E402
 from blocktable_vllm.tables import PlainTable  # noqa: E402
 from blocktable_vllm.tracking import TrackedState  # noqa: E402
+from blocktable_vllm.v2 import StableTables  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -106,9 +109,57 @@ def test_it_finds_a_broken_drop_in(monkeypatch: pytest.MonkeyPatch, name: str) -
     assert outcome.failure.startswith("Different: ")
 
 
-@pytest.mark.parametrize("mode", ["fast", "strict"])
+@pytest.mark.parametrize("mode", ["fast", "strict", "v2"])
 def test_the_right_one_passes(mode: str) -> None:
     assert fuzz(mode, 600).failure is None
+
+
+def append_first(method: Any, rows: Any, row: int, block_ids: Any, *, replaces: bool) -> None:
+    """A commit that waits takes what comes after it along."""
+    rows.is_waiting, is_waiting = False, rows.is_waiting
+    method(rows, row, block_ids, replaces=replaces)
+    rows.is_waiting = is_waiting
+
+
+def look_at_nothing(method: Any, rows: Any, *arguments: Any) -> None:
+    """Slots are mapped before the commit that waits."""
+    rows.is_waiting, is_waiting = False, rows.is_waiting
+    method(rows, *arguments)
+    rows.is_waiting = is_waiting
+
+
+def as_v2(name: str, change: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    return changed(name, change, StableRows)
+
+
+def table_without(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """A drop-in one of whose attributes always has this value."""
+    return lambda patch: patch.setattr(
+        StableTables, name, property(lambda self: value, lambda self, given: None), raising=False
+    )
+
+
+V2_MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a waiting commit takes later appends along": as_v2("append", append_first),
+    "slots do not wait for a commit": as_v2("map_slots", look_at_nothing),
+    "a commit never comes": as_v2("commit", lambda method, rows: None),
+    "an append overwrites": as_v2(
+        "append", lambda method, rows, row, ids, *, replaces: method(rows, row, ids, replaces=True)
+    ),
+    "rows that others wrote to are forgotten": table_without("__foreign__", 0),
+    "what dummy runs wrote is forgotten": table_without("__is_dummy__", False),
+    "padded rows are left": as_v2("batch_rows", lambda method, rows, start, stop: method(rows, start, start or stop)),
+    "memory that was mapped anew is trusted": as_v2("invalidate", lambda method, rows: None),
+}
+
+
+@pytest.mark.parametrize("name", V2_MUTANTS)
+@pytest.mark.skipif(os.environ.get("BLOCKTABLE_CUPY_EMULATE") != "1", reason="commits wait: BLOCKTABLE_CUPY_EMULATE=1")
+def test_it_finds_a_broken_v2_drop_in(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    V2_MUTANTS[name](monkeypatch)
+    outcome = run(Plan(PROFILE, "v2", "cupy", False, 4000, 120, 5, 0.0), CPU)
+    assert outcome.failure is not None
+    assert outcome.failure.startswith("Different: ")
 
 
 class Runner:
@@ -216,6 +267,17 @@ def test_every_call_is_drawn_and_every_difference_belongs_somewhere() -> None:
         for mode, tails in (("fast", False), ("strict", False), ("fast", True))
     ]
     assert all(any(is_expected(name, plan) for plan in plans) for name in DIFFERENCES)
+
+
+def test_every_call_of_the_v2_runner_is_drawn_and_every_difference_belongs_somewhere() -> None:
+    chance = random.Random(0)
+    geometry = stable_histories.draw_geometry(chance, "0.33.0")
+    assert stable_histories.DRAW.keys() == stable_histories.WEIGHTS.keys()
+    counts = [[1] * geometry.max_num_reqs for _ in geometry.block_sizes]
+    look = stable_histories.Look(geometry, "0.33.0", [8] * geometry.num_groups, counts, counts)
+    assert {stable_histories.draw_call(chance, look)[0] for _ in range(30000)} == stable_histories.WEIGHTS.keys()
+    plans = [Plan(profile, "v2", "numpy", False, 1, 1, 0, 0.0) for profile in ("0.25.1", "0.32.0", "0.33.0")]
+    assert all(any(is_expected(name, plan) for plan in plans) for name in V2_DIFFERENCES)
 
 
 def test_without_vllms_files_it_fails(tmp_path: Path) -> None:

@@ -24,6 +24,13 @@ struct Group {
   int64 null_start;           // first kernel block of the null block; -blocks_per_kv_block where there is none
   int64 pad_slot_id;          // slot of a token that must not be written
   int64 batch_start;          // entry of a batch where the group's batch rows begin
+  int64 checks;               // kinds of findings that are wanted, as bits; 0: nothing is checked
+  int64 lives_start;          // entry of the arena where the rows' lives begin
+  int64 held_start;           // entry of the arena with a bit for each of its pool's blocks: two rows hold it; 0: unchecked
+  int64 block_stamps;         // entry of the checker: block -> life of the row that wrote it last; -1: not kept
+  int64 slot_stamps;          // entry of the checker: slot -> last call that wrote it; -1: not kept
+  int64 notes_start;          // entry of the checker: [max_num_rows, NOTES], last call with such a finding
+  int64 copies_start;         // entry of the arena: block -> life of the row that it was copied for
 };
 
 // a / b for a >= 0 and b > 0: 64-bit division costs some 70 instructions, and few operands need it.

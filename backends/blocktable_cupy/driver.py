@@ -19,6 +19,7 @@ import numpy as np
 
 from blocktable import Array, DtypeError
 from blocktable.device import (
+    CHECK_KERNELS,
     EXPORT_KERNELS,
     PLAIN_KERNELS,
     EmulatedDriver,
@@ -38,13 +39,13 @@ CHANGE_SIZES = (245, 605, 1905, 8165)
 KERNELS = {
     "exports": tuple(signature.name for signature in EXPORT_KERNELS),
     "kernels": (
-        *(signature.name for signature in PLAIN_KERNELS),
+        *(signature.name for signature in (*PLAIN_KERNELS, *CHECK_KERNELS)),
         *VARIANTS,
         *(f"apply_changes_{size}" for size in CHANGE_SIZES),
     ),
 }
 """Source -> what stands in it."""
-FEATURES = ("HAS_SHARDS", "HAS_MODES", "HAS_NULL_PADS", "HAS_WINDOWS", "HAS_ODD_SIZES")
+FEATURES = ("HAS_SHARDS", "HAS_MODES", "HAS_NULL_PADS", "HAS_WINDOWS", "HAS_ODD_SIZES", "CHECKED")
 """Those that kernels.cu knows. A division looks whether it needs 64 bits, and a GPU whether kernels may overlap."""
 SLOT_TYPES = {"int64": "long long", "int32": "int"}
 
@@ -66,7 +67,8 @@ def source_of(name: str) -> str:
 @cache
 def read_source(source: str) -> str:
     """Return a source, complete."""
-    return "".join(files("blocktable_cupy").joinpath(name).read_text() for name in ("common.cuh", f"{source}.cu"))
+    names = ("common.cuh", "checks.cu", "kernels.cu") if source == "kernels" else ("common.cuh", f"{source}.cu")
+    return "".join(files("blocktable_cupy").joinpath(name).read_text() for name in names)
 
 
 def macros(source: str, options: KernelOptions) -> tuple[str, ...]:

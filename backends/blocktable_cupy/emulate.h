@@ -22,10 +22,20 @@ static inline int atomicMax(int* place, int value) {
   if (value > old) *place = value;
   return old;
 }
+static inline int atomicExch(int* place, int value) {
+  int old = *place;
+  *place = value;
+  return old;
+}
+static inline int atomicAdd(int* place, int value) {
+  *place += value;
+  return *place - value;
+}
 static inline void atomicAdd(unsigned* place, unsigned value) { *place += value; }
 static inline void atomicMin(unsigned* place, unsigned value) {
   if (value < *place) *place = value;
 }
+static inline void __threadfence_system() {}
 static inline longlong2 make_longlong2(long long x, long long y) { return {x, y}; }
 
 struct Index3 {

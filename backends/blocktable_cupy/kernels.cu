@@ -53,7 +53,7 @@ static __device__ __forceinline__ int range_of(const int* starts, int num_ranges
 // Do apply_changes. The first num_groups * copy_parts blocks copy counts, the others write.
 static __device__ __forceinline__ void apply(
     const int* __restrict__ changes, const Counts& counts, int* __restrict__ arena, int num_groups, int max_num_reqs,
-    int64 batch_entries, int* batch, int copy_parts, int64 mark, int64* last_mark
+    int64 batch_entries, int* batch, int copy_parts, int* checker, int64 mark, int64* last_mark
 ) {
   let_step_batch_start();
   int copy_blocks = num_groups * copy_parts, block = (int)blockIdx.x - copy_blocks;
@@ -67,6 +67,7 @@ static __device__ __forceinline__ void apply(
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       kept[0] = held_rows;
       last_mark[0] = mark;
+      if (CHECKED) checker[0] += 1;  // the call that step_batch belongs to
     }
     return;
   }
@@ -107,11 +108,12 @@ extern "C" __global__ void apply_changes(
     int64 batch_entries,
     int* batch,       // [batch_entries + 2 + num_groups * max_num_reqs], the copy of its counts written
     int copy_parts,   // blocks that copy each group's counts; 0: nothing is copied
+    int* checker,     // [checker_size], the number of the call advanced where counts are copied
     int64 mark,       // number of the step; 0: the host waits for none
     int64* last_mark  // [1], written where counts are copied
 ) {
   Counts counts = {num_singles, num_ranges, num_range_values, num_constant_ranges, num_constants};
-  apply(changes, counts, arena, num_groups, max_num_reqs, batch_entries, batch, copy_parts, mark, last_mark);
+  apply(changes, counts, arena, num_groups, max_num_reqs, batch_entries, batch, copy_parts, checker, mark, last_mark);
 }
 
 // The same changes in the launch's own parameters: nothing to stage, nothing to wait for, nothing to race with. Of
@@ -125,11 +127,11 @@ struct Changes {
 #define APPLY_CHANGES(ENTRIES) \
   extern "C" __global__ void apply_changes_##ENTRIES( \
       const __grid_constant__ Changes<ENTRIES> changes, int* arena, int num_groups, int max_num_reqs, \
-      int64 batch_entries, int* batch, int copy_parts, int64 mark, int64* last_mark \
+      int64 batch_entries, int* batch, int copy_parts, int* checker, int64 mark, int64* last_mark \
   ) { \
     apply( \
-        changes.data, changes.counts, arena, num_groups, max_num_reqs, batch_entries, batch, copy_parts, mark, \
-        last_mark \
+        changes.data, changes.counts, arena, num_groups, max_num_reqs, batch_entries, batch, copy_parts, checker, \
+        mark, last_mark \
     ); \
   }
 APPLY_CHANGES(245)
@@ -265,7 +267,8 @@ static __device__ __forceinline__ int64 local_index(
   if (HAS_SHARDS && group.world_size > 1) return owned_index(group, position);
   if (HAS_MODES && group.slot_mode == SLOT_MODE_RING) {
     int64 ring = columns * group.tokens_per_column, last = positions[end - 1];
-    if (ring == 0 || (last > 0 ? last : 0) - position >= ring) return -1;
+    ring = ring > 0 ? ring : 1;  // step 5 finds that an empty one has no column
+    if ((last > 0 ? last : 0) - position >= ring) return -1;
     return modulo(position, ring);
   }
   return position;
@@ -276,7 +279,7 @@ template <bool IN_STEP>
 static __device__ __forceinline__ int64 map_token(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
     int num_reqs, int num_positions, int max_num_rows, const Group* __restrict__ groups, int g,
-    const int* arena, int num_slots, int64 requests_per_token, int token
+    const int* arena, int num_slots, int64 requests_per_token, const Checks& checks, int token
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
   int64 table_start = groups[g].table_start, width = groups[g].width;
@@ -298,8 +301,14 @@ static __device__ __forceinline__ int64 map_token(
     request = request_of(query_start_loc, num_reqs, token);
     row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_rows);
     if (HAS_MODES) end = query_start_loc[request + 1];
+    if (CHECKED) start = query_start_loc[request < 0 ? 0 : request];
   }
-  if (row < 0 || position < 0) return pad;
+  bool is_checked = CHECKED && groups[g].held_start > 0;
+  if (row < 0 || position < 0) {
+    if (is_checked && row < 0 && request >= 0 && position >= 0)
+      check_stranger(groups, arena, checks, g, idx_mapping[request], max_num_rows, token, position);
+    return pad;
+  }
   int64 columns = arena[(int64)g * max_num_rows + row];
   // step 4: whose token it is, and its index among this rank's tokens
   int64 local = local_index(groups[g], positions, end < num_tokens ? end : num_tokens, columns, position);
@@ -308,9 +317,19 @@ static __device__ __forceinline__ int64 map_token(
   int64 column = column_of(local, tokens_per_column, column_shift);
   // step 6: which kernel block
   int64 block_id = column < width ? arena[table_start + row * width + column] : 0;
-  if (column >= columns) return pad;
+  if (column >= columns) {
+    if (is_checked) check_outside(groups, arena, checks, g, row, token, position);
+    return pad;
+  }
+  bool is_null = is_checked && is_missing(groups[g], block_id);
+  if (is_null) check_null(groups[g], arena, checks, g, row, token, position, block_id);
   if (HAS_NULL_PADS && groups[g].null_is_pad && is_missing(groups[g], block_id)) return pad;
-  return block_id * tokens_per_column + (local - column * tokens_per_column);
+  int64 slot = block_id * tokens_per_column + (local - column * tokens_per_column);
+  if (is_checked && !is_null) {
+    check_block(groups[g], arena, checks, positions, g, row, start, token, position, local, block_id);
+    check_slot(groups[g], arena, checks, g, row, token, position, block_id, slot);
+  }
+  return slot;
 }
 
 // Tokens that a warp maps in a long launch: each thread takes pairs, so that a warp reads and writes 512 bytes a time.
@@ -326,20 +345,22 @@ static __device__ __forceinline__ int64 pair_token(int64 first, int i) { return 
 static __device__ __forceinline__ void map_chunk(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
     int num_reqs, int num_positions, int max_num_rows, const Group* __restrict__ groups, int g,
-    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int num_slots, int64 requests_per_token, int64 chunk
+    const int* __restrict__ arena, SLOT_T* __restrict__ slots, int num_slots, int64 requests_per_token,
+    const Checks& checks, int64 chunk
 ) {
   int num_tokens = real_tokens(query_start_loc, num_reqs, num_positions, num_slots);
   int64 first = chunk + 2 * (threadIdx.x % WARP), last = pair_token(first, 2 * PAIRS - 1);
   bool is_simple = last < num_tokens && num_reqs > 0;
   if (HAS_SHARDS) is_simple = is_simple && groups[g].world_size == 1;
   if (HAS_MODES) is_simple = is_simple && groups[g].slot_mode == 0;
-  int row = -1;
+  int row = -1, start = 0;
   if (is_simple) {
     int request = guess_request(num_reqs, requests_per_token, (int)first);
     if (query_start_loc[request] > first || query_start_loc[request + 1] <= first)
       request = request_of(query_start_loc, num_reqs, (int)first);
     is_simple = request >= 0 && last < query_start_loc[request + 1];
     row = request < 0 ? -1 : row_of(idx_mapping, request, num_reqs, max_num_rows);
+    if (CHECKED && request >= 0) start = query_start_loc[request];
   }
   if (!is_simple || row < 0) {
     for (int i = 0; i < 2 * PAIRS; ++i) {
@@ -347,7 +368,7 @@ static __device__ __forceinline__ void map_chunk(
       if (token < num_slots)
         slots[token] = (SLOT_T)map_token<false>(
             idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, g, arena, num_slots,
-            requests_per_token, (int)token
+            requests_per_token, checks, (int)token
         );
     }
     return;
@@ -370,14 +391,24 @@ static __device__ __forceinline__ void map_chunk(
   bool takes_pairs = sizeof(SLOT_T) == 8 && (unsigned long long)slots % sizeof(longlong2) == 0;
   int64 block_start = 0, block_slot = pad, slot[2];
   unsigned long long block_size = 0;  // 0: no block is known
+  int64 entry = 0;
+  bool is_checked = CHECKED && groups[g].held_start > 0, is_null = false;
 #pragma unroll
   for (int i = 0; i < 2 * PAIRS; ++i) {
+    int token = (int)pair_token(first, i);
     if ((unsigned long long)(position[i] - block_start) >= block_size) {
-      block_start = position[i], block_slot = pad, block_size = 0;
+      block_start = position[i], block_slot = pad, block_size = 0, is_null = false;
       if (position[i] >= 0) {
         int64 column = column_of(position[i], tokens_per_column, column_shift);
+        if (is_checked && column >= columns) check_outside(groups, arena, checks, g, row, token, position[i]);
         if (column < columns) {
           int64 block_id = table_row[column];
+          entry = block_id;
+          is_null = is_checked && is_missing(groups[g], block_id);
+          if (is_checked && !is_null)
+            check_block(
+                groups[g], arena, checks, positions, g, row, start, token, position[i], position[i], block_id
+            );
           if (!HAS_NULL_PADS || !groups[g].null_is_pad || !is_missing(groups[g], block_id)) {
             block_start = column * tokens_per_column;
             block_slot = block_id * tokens_per_column;
@@ -387,7 +418,10 @@ static __device__ __forceinline__ void map_chunk(
       }
     }
     slot[i % 2] = block_slot + (position[i] - block_start);
-    SLOT_T* target = slots + pair_token(first, i);
+    if (is_null) check_null(groups[g], arena, checks, g, row, token, position[i], entry);
+    else if (is_checked && block_size > 0)
+      check_slot(groups[g], arena, checks, g, row, token, position[i], entry, slot[i % 2]);
+    SLOT_T* target = slots + token;
     if (!takes_pairs) *target = (SLOT_T)slot[i % 2];
     else if (i % 2) *(longlong2*)(target - 1) = make_longlong2(slot[0], slot[1]);
   }
@@ -408,15 +442,18 @@ extern "C" __global__ void map_slots(
     SLOT_T* __restrict__ slots,     // [num_groups, slots_stride], the first num_slots of each written
     int64 slots_stride,
     int num_slots,
-    int64 requests_per_token  // what a token's request is guessed from: token * this >> 32
+    int64 requests_per_token,  // what a token's request is guessed from: token * this >> 32
+    int* checker,              // [checker_size], written
+    int* findings              // [(1 + MAX_RECORDS) * RECORD] in the host's memory, written
 ) {
   // step 1: which token and group
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
+  Checks checks = {checker, findings};
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y) {
     for (int64 token = thread; token < num_slots; token += num_threads) {
       int64 slot = map_token<false>(
           idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, first_group + y,
-          arena, num_slots, requests_per_token, (int)token
+          arena, num_slots, requests_per_token, checks, (int)token
       );
       // step 7: store the slot
       slots[y * slots_stride + token] = (SLOT_T)slot;
@@ -429,14 +466,15 @@ extern "C" __global__ void map_slots_long(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,
     int num_reqs, int num_positions, int max_num_rows, const Group* __restrict__ groups, int first_group,
     int num_groups, const int* __restrict__ arena, SLOT_T* __restrict__ slots, int64 slots_stride, int num_slots,
-    int64 requests_per_token
+    int64 requests_per_token, int* checker, int* findings
 ) {
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (int64)gridDim.x * blockDim.x;
+  Checks checks = {checker, findings};
   for (int y = blockIdx.y; y < num_groups; y += gridDim.y)
     for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
       map_chunk(
           idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, first_group + y,
-          arena, slots + y * slots_stride, num_slots, requests_per_token, chunk
+          arena, slots + y * slots_stride, num_slots, requests_per_token, checks, chunk
       );
 }
 
@@ -477,14 +515,15 @@ static __device__ __forceinline__ void gather_part(
   }
 }
 
-// Do step_batch: the first gather_blocks blocks gather, the last one shows the mark, and those between them map.
+// Do step_batch: the first gather_blocks blocks gather, the next ones map. The block after those shows the mark; it and
+// further ones look at the requests, where anything is checked.
 template <bool IS_LONG>
 static __device__ __forceinline__ void step(
     const int* __restrict__ idx_mapping, const int* __restrict__ num_computed_tokens,
     const int* __restrict__ query_start_loc, const int64* __restrict__ positions, int num_reqs, int num_reqs_padded,
     int num_positions, int max_num_reqs, int max_num_rows, int64 requests_per_token, const Group* __restrict__ groups,
     int num_groups, const int* arena, int64 batch_entries, int* batch, SLOT_T* __restrict__ slots, int num_slots,
-    int gather_blocks, int blocks_per_group, const int64* last_mark, int64* shown_mark
+    int gather_blocks, int blocks_per_group, const int64* last_mark, int64* shown_mark, const Checks& checks
 ) {
   int block = (int)blockIdx.x - gather_blocks;
   if (block < 0) {
@@ -497,7 +536,13 @@ static __device__ __forceinline__ void step(
   int g = blocks_per_group ? block / blocks_per_group : num_groups;  // none maps where no slots are wanted
   if (g >= num_groups) {
     wait_for_changes(arena);  // they are read then, and the host may know
-    if (threadIdx.x == 0 && last_mark[0] > 0) shown_mark[0] = last_mark[0];
+    int first = block - num_groups * blocks_per_group, num_blocks = (int)gridDim.x - gather_blocks - (block - first);
+    if (first == 0 && threadIdx.x == 0 && last_mark[0] > 0) shown_mark[0] = last_mark[0];
+    if (CHECKED)
+      for (int i = first * blockDim.x + threadIdx.x; i < num_reqs; i += num_blocks * blockDim.x)
+        check_request(
+            idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, arena, checks, i
+        );
     return;
   }
   int64 thread = (int64)(block - g * blocks_per_group) * blockDim.x + threadIdx.x;
@@ -507,14 +552,14 @@ static __device__ __forceinline__ void step(
     for (int64 chunk = thread / WARP * CHUNK; chunk < num_slots; chunk += num_threads / WARP * CHUNK)
       map_chunk(
           idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, g, arena,
-          slots + (int64)g * num_slots, num_slots, requests_per_token, chunk
+          slots + (int64)g * num_slots, num_slots, requests_per_token, checks, chunk
       );
     return;
   }
   for (int64 token = thread; token < num_slots; token += num_threads)
     slots[(int64)g * num_slots + token] = (SLOT_T)map_token<true>(
         idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, groups, g, arena, num_slots,
-        requests_per_token, (int)token
+        requests_per_token, checks, (int)token
     );
 }
 
@@ -540,12 +585,14 @@ extern "C" __global__ void step_batch(
     int gather_blocks,       // 0: nothing is gathered
     int blocks_per_group,    // that map its slots
     const int64* last_mark,  // [1], what apply_changes was given
-    int64* shown_mark        // [1] in the host's memory, written
+    int64* shown_mark,       // [1] in the host's memory, written
+    int* checker,            // [checker_size], written
+    int* findings            // [(1 + MAX_RECORDS) * RECORD] in the host's memory, written
 ) {
   step<false>(
       idx_mapping, num_computed_tokens, query_start_loc, positions, num_reqs, num_reqs_padded, num_positions,
       max_num_reqs, max_num_rows, requests_per_token, groups, num_groups, arena, batch_entries, batch, slots, num_slots,
-      gather_blocks, blocks_per_group, last_mark, shown_mark
+      gather_blocks, blocks_per_group, last_mark, shown_mark, Checks{checker, findings}
   );
 }
 
@@ -555,11 +602,11 @@ extern "C" __global__ void step_batch_long(
     const int* __restrict__ query_start_loc, const int64* __restrict__ positions, int num_reqs, int num_reqs_padded,
     int num_positions, int max_num_reqs, int max_num_rows, int64 requests_per_token, const Group* __restrict__ groups,
     int num_groups, const int* arena, int64 batch_entries, int* batch, SLOT_T* __restrict__ slots, int num_slots,
-    int gather_blocks, int blocks_per_group, const int64* last_mark, int64* shown_mark
+    int gather_blocks, int blocks_per_group, const int64* last_mark, int64* shown_mark, int* checker, int* findings
 ) {
   step<true>(
       idx_mapping, num_computed_tokens, query_start_loc, positions, num_reqs, num_reqs_padded, num_positions,
       max_num_reqs, max_num_rows, requests_per_token, groups, num_groups, arena, batch_entries, batch, slots, num_slots,
-      gather_blocks, blocks_per_group, last_mark, shown_mark
+      gather_blocks, blocks_per_group, last_mark, shown_mark, Checks{checker, findings}
   );
 }

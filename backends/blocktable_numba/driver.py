@@ -32,7 +32,7 @@ from blocktable.device import (
     address_of,
     signature_of,
 )
-from blocktable_numba import exports, kernels
+from blocktable_numba import checks, common, exports, kernels
 
 TILE = 128
 MAX_GATHER_BLOCKS = 1 << 15
@@ -46,7 +46,7 @@ SHARING = ("apply_changes", "step_batch")
 LEGACY_STREAM = 1  # 0 is the same stream, unless CUDA's Python bindings are told otherwise
 HOST_FLAGS = driver.CU_MEMHOSTALLOC_DEVICEMAP | driver.CU_MEMHOSTALLOC_PORTABLE
 
-KNOWN = frozenset(FEATURES).intersection(vars(kernels))
+KNOWN = frozenset(FEATURES).intersection(vars(common))
 """The features that these kernels know."""
 
 SPECIALISED: list[Any] = []
@@ -64,10 +64,11 @@ def specialised(name: str, features: frozenset[str]) -> Any:
     if hasattr(exports, name):
         made = getattr(exports, name)
     else:
-        scope = vars(kernels) | {feature: feature in features for feature in KNOWN}  # Numba takes globals as constants
-        for function, known in vars(kernels).items():
+        functions = vars(common) | vars(checks) | vars(kernels)
+        scope = functions | {feature: feature in features for feature in KNOWN}  # Numba takes globals as constants
+        for function, known in functions.items():
             if hasattr(known, "py_func") and function not in SIGNATURES:
-                scope[function] = kernels.device_function(_copy(known.py_func, scope))
+                scope[function] = common.device_function(_copy(known.py_func, scope))
         made = cuda.jit(_copy(scope[name].py_func, scope))
     SPECIALISED.append(made)
     return made
@@ -410,13 +411,14 @@ class SimulatedDriver(EmulatedDriver):
 
         A kernel on a GPU reaches from one into the other.
         """
-        *head, first_group, num_groups, arena, slots, stride, num_slots, guess = arguments
+        *head, first_group, num_groups, arena, slots, stride, num_slots, guess, checker, findings = arguments
         present = self._memory.entries(slots, options.dtype)[0].size
         if 0 <= (num_groups - 1) * stride <= present - num_slots:
             return [tuple(arguments)]
         distance = stride * np.dtype(options.dtype).itemsize
         return [
-            (*head, first_group + y, 1, arena, slots + y * distance, 0, num_slots, guess) for y in range(num_groups)
+            (*head, first_group + y, 1, arena, slots + y * distance, 0, num_slots, guess, checker, findings)
+            for y in range(num_groups)
         ]
 
 

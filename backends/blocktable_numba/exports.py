@@ -8,11 +8,10 @@ all of the call before.
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda, types
-from numba.cuda.core import config
+from numba import cuda
 
 from blocktable.device import INT32_MAX
-from blocktable_numba.kernels import (
+from blocktable_numba.common import (
     BLOCKS_PER_KV_BLOCK,
     FILLER,
     NULL_IS_PAD,
@@ -26,14 +25,15 @@ from blocktable_numba.kernels import (
     WIDTH,
     WORLD_SIZE,
     advance,
+    atomic,
+    atomic_add,
     device_function,
     divide,
     is_missing,
-    local_index,
     local_length,
-    request_of,
     row_of,
 )
+from blocktable_numba.kernels import local_index, request_of
 
 COUNT_BLOCKS = 1  # an entry is a kernel block that holds tokens; with 0 it is a column,
 COUNT_TOKENS = 2  # with 2 a token,
@@ -91,27 +91,7 @@ def fill_of(groups, group, null, entry_scale):
     return null if null < 0 else max(groups[group + FILLER], 0) * entry_scale
 
 
-def atomic(operation, dtype):
-    """Return what changes array[place] by a value of each thread: Numba's own wants an array, not a pointer."""
-    if config.ENABLE_CUDASIM:
-        name = operation.removeprefix("u")
-        return lambda array, place, value: getattr(cuda.atomic, name)(array.view(dtype), place, value)
-
-    from numba.cuda.extending import intrinsic  # the simulator has none
-
-    @intrinsic
-    def update(typing_context, array, place, value):
-        def generate(context, builder, signature, arguments):
-            pointer, index, new = arguments
-            builder.atomic_rmw(operation, builder.gep(pointer, [index]), new, "monotonic")
-            return context.get_dummy_value()
-
-        return types.void(types.CPointer(types.int32), types.int64, types.int32), generate
-
-    return update
-
-
-atomic_max, atomic_add, atomic_unsigned_min = map(atomic, ("max", "add", "umin"), (np.int32, np.uint32, np.uint32))
+atomic_max, atomic_unsigned_min = map(atomic, ("max", "umin"), (np.int32, np.uint32))
 
 
 @cuda.jit

@@ -12,75 +12,41 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda
 
-from blocktable import GROUP_FIELDS
-
-# What the table's groups need (`KernelOptions.features`): the driver replaces these in a copy of a kernel.
-HAS_SHARDS = True
-HAS_MODES = True
-HAS_NULL_PADS = True
-HAS_WINDOWS = True
-HAS_ODD_SIZES = True
-
-SLOT_MODE_RING = 1
-SLOT_MODE_NONE = 2
-
-# Places in a row of BlockTableConfig.group_fields().
-NUM_FIELDS = len(GROUP_FIELDS)
-TABLE_START, WIDTH, TOKENS_PER_COLUMN, BLOCKS_PER_KV_BLOCK, SLOT_MODE = map(
-    GROUP_FIELDS.index, ("table_start", "width", "tokens_per_column", "blocks_per_kv_block", "slot_mode")
+from blocktable_numba.checks import check_request, check_token
+from blocktable_numba.common import (
+    BATCH_START,
+    BLOCKS_PER_KV_BLOCK,
+    CHECKED,
+    COLUMN_SHIFT,
+    FILLER,
+    HAS_MODES,
+    HAS_NULL_PADS,
+    HAS_ODD_SIZES,
+    HAS_SHARDS,
+    HAS_WINDOWS,
+    HELD_START,
+    INTERLEAVE_SIZE,
+    NULL_IS_PAD,
+    NULL_START,
+    NUM_FIELDS,
+    PAD_SLOT_ID,
+    RANK,
+    SLIDING_WINDOW,
+    SLOT_MODE,
+    SLOT_MODE_NONE,
+    SLOT_MODE_RING,
+    TABLE_START,
+    TOKENS_PER_COLUMN,
+    WIDTH,
+    WORLD_SIZE,
+    advance,
+    device_function,
+    divide,
+    divide_32,
+    is_missing,
+    local_length,
+    row_of,
 )
-NULL_IS_PAD, SLIDING_WINDOW, WORLD_SIZE, RANK, INTERLEAVE_SIZE, COLUMN_SHIFT = map(
-    GROUP_FIELDS.index, ("null_is_pad", "sliding_window", "world_size", "rank", "interleave_size", "column_shift")
-)
-FILLER, NULL_START, PAD_SLOT_ID, BATCH_START = map(
-    GROUP_FIELDS.index, ("filler", "null_start", "pad_slot_id", "batch_start")
-)
-
-# `inline`, so that a kernel compiles where there is no GPU: Numba asks one for its architecture to compile a call.
-device_function = cuda.jit(device=True, inline="always")
-
-
-@device_function
-def advance(i, stride):
-    """I + stride, unsigned: LLVM then neither counts a loop's turns, by a division, nor unrolls it."""
-    return np.int64(np.uint64(i) + np.uint64(stride))
-
-
-@device_function
-def divide(a, b):
-    """A // b for a >= 0 and b > 0: unsigned, which needs no care for signs, and in 32 bits where both operands fit."""
-    return np.int64(np.uint64(a) // np.uint64(b))
-
-
-@device_function
-def divide_32(a, b):
-    """A // b for 0 <= a < 2**32 and 0 < b < 2**32."""
-    return np.int64(np.uint32(a) // np.uint32(b))
-
-
-@device_function
-def local_length(groups, group, tokens):
-    """How many of the first `tokens` tokens this rank holds (R19)."""
-    world_size, interleave_size = groups[group + WORLD_SIZE], groups[group + INTERLEAVE_SIZE]
-    turn = world_size * interleave_size
-    turns = divide(tokens, turn)
-    rest = tokens - turns * turn - groups[group + RANK] * interleave_size
-    return turns * interleave_size + min(max(rest, 0), interleave_size)
-
-
-@device_function
-def row_of(idx_mapping, batch_index, num_reqs, max_num_rows):
-    """Row of a batch index; -1 for a dummy and for padding."""
-    if batch_index >= num_reqs:
-        return -1
-    row = idx_mapping[batch_index]
-    return row if 0 <= row < max_num_rows else -1
-
-
-@device_function
-def is_missing(entry, null_start, blocks_per_kv_block):
-    """Whether an int64 entry of a table stands for no block: one comparison, unsigned."""
-    return np.uint32(entry - null_start) < blocks_per_kv_block
 
 
 @device_function
@@ -110,6 +76,7 @@ def apply_changes(
     batch_entries,
     batch,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, the copy of its counts written
     copy_parts,  # blocks that copy the counts of one group; 0: nothing is copied. All further blocks write
+    checker,  # [checker_size] int32, the number of the call advanced where counts are copied
     mark,  # of this step; 0: the host waits for none
     last_mark,  # [1] int64, written where counts are copied
 ):
@@ -131,6 +98,8 @@ def apply_changes(
         if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
             batch[batch_entries + 1] = held_rows
             last_mark[0] = mark
+            if CHECKED:
+                checker[0] += 1  # the call that step_batch belongs to
         return
     thread = (cuda.blockIdx.x - copy_blocks) * cuda.blockDim.x + cuda.threadIdx.x
     num_threads = (cuda.gridDim.x - copy_blocks) * cuda.blockDim.x
@@ -298,7 +267,7 @@ def local_index(groups, group, is_valid, local):
 @device_function
 def map_token(
     idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
-    groups, g, arena, requests_per_token, token,
+    groups, g, arena, requests_per_token, checker, findings, token,
 ):  # fmt: skip
     """The slot of one token.
 
@@ -328,27 +297,37 @@ def map_token(
         row = idx_mapping[request] if request >= 0 else -1
         if HAS_MODES:
             end = query_start_loc[request + 1]
-    is_valid = is_valid & (row >= 0) & (row < max_num_rows) & (position >= 0)
+        if CHECKED:
+            start = query_start_loc[max(request, 0)]
+    is_row = (row >= 0) & (row < max_num_rows)
+    is_stranger = is_valid & (not is_row) & (request >= 0) & (position >= 0)
+    is_valid = is_valid & is_row & (position >= 0)
     columns = arena[np.int64(g) * max_num_rows + row] if is_valid else 0
     local = position if is_valid else np.int64(0)
     # step 4: whose token it is, and its index among this rank's tokens
     if HAS_SHARDS and groups[group + WORLD_SIZE] > 1:
         is_valid, local = local_index(groups, group, is_valid, local)
     if HAS_MODES and slot_mode == SLOT_MODE_RING:
-        ring = columns * tokens_per_column
+        ring = max(columns * tokens_per_column, 1)  # step 5 finds that an empty one has no column
         last_position = positions[min(end, num_positions) - 1] if is_valid else np.int64(0)
         is_valid = is_valid & (max(last_position, 0) - local < ring)
-        ring = max(ring, 1)
         local = local - divide(local, ring) * ring
     # step 5: which column, and whether the row fills it
     column = divide(local, tokens_per_column) if HAS_ODD_SIZES else local >> column_shift
     # step 6: which kernel block
     is_entry = is_valid & (column < width)
     block_id = np.int64(arena[table_start + row * width + column] if is_entry else 0)
-    is_valid = is_valid & (column < columns)
+    is_mine, is_valid = is_valid | is_stranger, is_valid & (column < columns)
+    slot = block_id * tokens_per_column + (local - column * tokens_per_column)
+    if CHECKED and is_mine and groups[group + HELD_START] > 0:
+        is_null = is_missing(block_id, null_start, blocks_per_kv_block)
+        check_token(
+            groups, group, arena, checker, findings, positions, max_num_rows, g, row, start, token, position, local,
+            block_id, slot, is_row, is_valid, is_null,
+        )  # fmt: skip
     if HAS_NULL_PADS and null_is_pad:
         is_valid = is_valid & (not is_missing(block_id, null_start, blocks_per_kv_block))
-    return block_id * tokens_per_column + (local - column * tokens_per_column) if is_valid else pad_slot_id
+    return slot if is_valid else pad_slot_id
 
 
 @cuda.jit
@@ -367,6 +346,8 @@ def map_slots(
     slots_stride,
     num_slots,
     requests_per_token,  # times 2**32
+    checker,  # [checker_size] int32, written
+    findings,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
 ):
     """Write the slot of every token, and PAD from the last real token to the end of the slots."""
     # step 1: which token and group
@@ -376,7 +357,7 @@ def map_slots(
         while token < num_slots:
             slot = map_token(
                 idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
-                groups, first_group + y, arena, requests_per_token, token,
+                groups, first_group + y, arena, requests_per_token, checker, findings, token,
             )  # fmt: skip
             # step 7: store the slot
             slots[y * slots_stride + token] = slot
@@ -407,8 +388,13 @@ def step_batch(
     blocks_per_group,  # that map its slots
     last_mark,  # [1] int64, what apply_changes wrote
     shown_mark,  # [1] int64 in the host's memory, written
+    checker,  # [checker_size] int32, written
+    findings,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
 ):
-    """The gather and the slots of a whole step: the first gather_blocks blocks gather, the last shows, others map."""
+    """The gather and the slots of a whole step: the first gather_blocks blocks gather, the next ones map.
+
+    The block after those shows the mark; it and further ones look at the requests, where anything is checked.
+    """
     if cuda.blockIdx.x < gather_blocks:
         held = batch_entries + 2
         held_rows = batch[held - 1]
@@ -438,14 +424,24 @@ def step_batch(
     g = divide_32(block, blocks_per_group)
     if g >= num_groups:
         # apply_changes is done: the host may use the changes' memory again
-        if cuda.threadIdx.x == 0 and last_mark[0] > 0:
+        last_block = block - num_groups * blocks_per_group
+        if last_block == 0 and cuda.threadIdx.x == 0 and last_mark[0] > 0:
             shown_mark[0] = last_mark[0]
+        if CHECKED:
+            num_last = cuda.gridDim.x - gather_blocks - num_groups * blocks_per_group
+            i = last_block * cuda.blockDim.x + cuda.threadIdx.x
+            while i < num_reqs:
+                check_request(
+                    idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
+                    groups, arena, checker, findings, i,
+                )  # fmt: skip
+                i = advance(i, num_last * cuda.blockDim.x)
         return
     token = (block - g * blocks_per_group) * cuda.blockDim.x + cuda.threadIdx.x
     while token < num_slots:
         slot = map_token(
             idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
-            groups, g, arena, requests_per_token, token,
+            groups, g, arena, requests_per_token, checker, findings, token,
         )  # fmt: skip
         slots[g * num_slots + token] = slot
         token = advance(token, blocks_per_group * cuda.blockDim.x)

@@ -24,7 +24,7 @@ class NumpyBackend:
     @property
     def capabilities(self) -> frozenset[str]:
         """What it can do beyond the protocol."""
-        declared = {"int32_slots", "exports", "export_parts"}
+        declared = {"int32_slots", "exports", "export_parts", "device_checks"}
         return frozenset(declared if compiled_step() is None else declared | {"fused_step"})
 
     def why_unavailable(self) -> str | None:
@@ -33,7 +33,7 @@ class NumpyBackend:
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> NumpyBlockStore:
         if str(device) not in ("None", "cpu"):
             raise ArgumentError(f'The numpy backend runs on the host: device must be None or "cpu", got {device!r}.')
-        make_step = compiled_step()
+        make_step = compiled_step() if config.check_plan is None else None  # the compiled one looks for nothing
         return NumpyBlockStore(config) if make_step is None else FusedNumpyStore(config, make_step)
 
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:

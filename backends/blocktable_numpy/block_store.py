@@ -18,6 +18,7 @@ from blocktable import (
     StepBuffers,
     Writes,
 )
+from blocktable_numpy.checks import Checks
 from blocktable_numpy.exports import (
     clear_inverse_map,
     count_entries,
@@ -57,6 +58,8 @@ class NumpyBlockStore:
         fillers: [num_groups] int32. What an entry without a block holds.
         null_starts: [num_groups] int64. First kernel block of the null block; -k where there is none.
         blocks_per_kv_block: [num_groups] int64.
+        checks: what kernels check with; None: they check nothing.
+        findings: their records (`check_plan`); None: there are none.
     """
 
     def __init__(self, config: BlockTableConfig) -> None:
@@ -69,6 +72,16 @@ class NumpyBlockStore:
         self.fillers: Ints = np.array(arena.fillers, np.int32)
         self.null_starts: Ints = np.array([group.null_start for group in config.groups])
         self.blocks_per_kv_block: Ints = np.array([group.blocks_per_kv_block for group in config.groups])
+
+        self.checks: Checks | None = None if config.check_plan is None else Checks(config, self.arena)
+        self.findings: Ints | None = None if self.checks is None else self.checks.findings
+
+    def collect_findings(self) -> None:
+        """Everything that was found is there."""
+
+    def reset_checks(self, *, stream: int | None) -> None:
+        if self.checks is not None:
+            self.checks.checker.fill(0)
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
         apply_changes(writes.offsets, writes.lengths, writes.values, self.arena)
@@ -140,7 +153,7 @@ class NumpyBlockStore:
     def map_positions(self, rows: Any, group: int, positions: Any, out: Any, *, stream: int | None) -> None:
         spec, shard = self.config.groups[group], self.config.context_parallel
         map_positions(
-            host_array(rows),
+            host_array(rows).astype(np.int64),
             host_array(positions),
             self.filled[group],
             self.table(group),
@@ -192,7 +205,7 @@ class NumpyBlockStore:
         """Return [num_reqs] int64, batch index -> row; -1 for a dummy (R10.2)."""
         if batch.idx_mapping is None:
             return np.arange(batch.num_reqs)
-        rows = host_array(batch.idx_mapping)
+        rows = host_array(batch.idx_mapping).astype(np.int64)  # a copy: what is checked must not change
         return np.where((rows >= 0) & (rows < self.config.num_rows), rows, np.int64(-1))
 
     def _parts(self, batch: Batch, rows: Ints, group: KVCacheGroup, num_cut: Ints | None) -> tuple[Ints, Ints]:
@@ -227,7 +240,7 @@ def _starts(arena: Arena) -> Ints:
 def host_array(array: Any) -> Ints:
     """Return an input as a numpy array without a copy: a CPU tensor and the like come in through DLPack."""
     if isinstance(array, np.ndarray):
-        return array
+        return np.asarray(array)  # a class of its own may index and compare in its own way
     try:
         return np.from_dlpack(array)
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:

@@ -258,7 +258,7 @@ def map_requests(
 
 
 def map_positions(
-    rows: Ints,  # [num_tokens] int32, token -> row
+    rows: Ints,  # [num_tokens] int64, token -> row
     positions: Ints,  # [num_tokens, num_positions] int32
     filled: Ints,  # [max_num_rows] int32, row -> columns in use
     table: Ints,  # [max_num_rows, width] int32, the group's rows

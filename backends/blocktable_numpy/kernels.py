@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,31 @@ import numpy.typing as npt
 from blocktable import ranges
 
 Ints = npt.NDArray[Any]
+
+
+class Tokens(NamedTuple):
+    """The tokens of a call that belong to a request, for what looks at them (checks.py).
+
+    Attributes:
+        token, position: [n] int64. Place in the call, and position.
+        row: [n] int64. As the batch says it.
+        is_mine: [num_groups, n] bool. Whether this rank writes them: not where a later one takes a ring's place.
+        local: [num_groups or 1, n] int64. Their places among this rank's tokens of the row.
+        is_inside: [num_groups, n] bool. Whether the row has a column for them.
+        entry: [num_groups, n] int32. What stands there.
+        tokens_per_column, blocks_per_kv_block, null_start: as map_slots is given.
+    """
+
+    token: Ints
+    position: Ints
+    row: Ints
+    is_mine: Ints
+    local: Ints
+    is_inside: Ints
+    entry: Ints
+    tokens_per_column: int
+    blocks_per_kv_block: int
+    null_start: int
 
 
 def apply_changes(
@@ -104,13 +129,15 @@ def map_slots(
     rank: int,
     interleave_size: int,
     slots: Sequence[Ints],  # [num_groups] of [>= len(positions)] int64 or int32, written
+    look: Callable[[Tokens, Ints], None] | None = None,  # at the tokens of the groups, where the table is checked
+    rows: Ints | None = None,  # [num_reqs] int64, batch index -> row as it was given, for `look`
 ) -> None:
     """Write the slot of every token of the groups, and PAD from the last real token to the end of their slots."""
     # step 1: which token and group
     num_tokens = max(0, min(int(query_start_loc[-1]), positions.size, *(array.size for array in slots)))
     starts = np.maximum.accumulate(np.minimum(np.maximum(query_start_loc, 0), num_tokens))
     first_token = starts[0]  # earlier ones belong to no request
-    position = positions[first_token:num_tokens]
+    position = positions[first_token:num_tokens].copy()  # what is checked must not change
     # step 2: PAD after the last real token
     for array in slots:
         array[:first_token] = pad_slot_id
@@ -130,15 +157,21 @@ def map_slots(
     if is_ring:
         ring = columns * np.int64(tokens_per_column)
         last_position = positions[np.repeat(np.maximum(starts[1:] - 1, 0), lengths)]
-        is_valid = is_valid & (np.maximum(last_position, 0) - np.maximum(position, 0) < ring)
+        # Step 5 finds that an empty one has no column.
+        is_valid = is_valid & (np.maximum(last_position, 0) - np.maximum(position, 0) < np.maximum(ring, 1))
         local = position % np.maximum(ring, 1)
     # step 5: which column, and whether the row fills it
     column = local // tokens_per_column
-    is_valid = is_valid & (column < columns)
+    is_mine, is_valid = is_valid, is_valid & (column < columns)
     # step 6: which kernel block
     block_id = arena[np.where(is_valid, row_start + column, 0)]
+    if look is not None and rows is not None:
+        shape, token = is_valid.shape, np.arange(first_token, num_tokens)
+        everywhere = np.broadcast_to(is_mine, shape), np.broadcast_to(local, shape), is_valid, block_id
+        geometry = tokens_per_column, blocks_per_kv_block, null_start
+        look(Tokens(token, position, np.repeat(rows, lengths), *everywhere, *geometry), groups)
     if null_is_pad:
-        is_valid &= ~is_missing(block_id, null_start, blocks_per_kv_block)
+        is_valid = is_valid & ~is_missing(block_id, null_start, blocks_per_kv_block)
     # step 7: store the slot
     slot = block_id * np.int64(tokens_per_column) + (local - column * tokens_per_column)
     for array, values in zip(slots, np.where(is_valid, slot, pad_slot_id), strict=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from blocktable import Batch, ContextParallel, KVCacheGroup
 from blocktable_numpy.block_store import NumpyBlockStore, host_array
+from blocktable_numpy.checks import check_requests, check_tokens
 from blocktable_numpy.kernels import map_slots
 
 MAX_ENTRIES = 1 << 20
@@ -49,6 +51,14 @@ class NumpySlotMapper:
         families, without_slots = self._plans[key]
         idx_mapping = self.store.rows_of(batch)
         query_start_loc, positions = host_array(batch.query_start_loc), host_array(batch.positions)
+        checks = self.store.checks
+        checked: Any = {}
+        if checks is not None and any(
+            map(checks.is_checked, range(len(self.store.config.groups)) if key is None else key)
+        ):
+            check_requests(idx_mapping, query_start_loc, positions, checks)
+            given = idx_mapping if batch.idx_mapping is None else host_array(batch.idx_mapping).astype(np.int64)
+            checked = {"look": partial(check_tokens, checks=checks), "rows": given}
         groups_at_once = max(1, MAX_ENTRIES // max(1, positions.size))
         for geometry, family in families.items():
             for first in range(0, len(family), groups_at_once):
@@ -63,6 +73,7 @@ class NumpySlotMapper:
                     self.store.arena,
                     **geometry._asdict(),
                     slots=[out[place] for _, place in members],
+                    **checked,
                 )
         for group, place in without_slots:
             out[place][:] = self.store.config.groups[group].pad_slot_id

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +14,9 @@ import torch
 
 from blocktable import ArgumentError
 from blocktable.device import refuse_capture
+
+RELAXED = 2
+"""cudaStreamCaptureModeRelaxed, and HIP's."""
 
 
 class Memory:
@@ -63,21 +70,39 @@ class Memory:
             return int(torch.cuda.current_stream(self.device).cuda_stream)
         return 0 if handle == 1 else handle  # both are the legacy default stream
 
-    def on(self, stream: int) -> Any:
-        """Return torch's context of a stream."""
-        return torch.cuda.stream(stream_object(self.device, stream))
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """Work on a stream. Memory that torch takes meanwhile breaks no capture of anyone on another one."""
+        exchange, mode = capture_mode_exchange(), ctypes.c_int(RELAXED)
+        exchange(mode)
+        try:
+            with torch.cuda.stream(stream_object(self.device, stream)):
+                yield
+        finally:
+            exchange(mode)
 
     def is_capturing(self, stream: int) -> bool:
-        with self.on(
-            stream
-        ):  # the default stream cannot be captured, and a question about it breaks captures of others
-            return bool(stream and torch.cuda.is_current_stream_capturing())
+        if stream == 0:  # the default stream cannot be captured, and a question about it breaks captures of others
+            return False
+        with torch.cuda.stream(stream_object(self.device, stream)):
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def order(self, before: int, after: int) -> None:
         stream_object(self.device, after).wait_stream(stream_object(self.device, before))
 
     def check(self, stream: int) -> None:
         stream_object(self.device, stream).query()  # raises what the device has run into
+
+
+@cache
+def capture_mode_exchange() -> Callable[[Any], int]:
+    """Return the driver's call that exchanges how strict captures are with this thread."""
+    if torch.version.hip:
+        found: Callable[[Any], int] = ctypes.CDLL("libamdhip64.so").hipThreadExchangeStreamCaptureMode
+    else:
+        library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        found = library.cuThreadExchangeStreamCaptureMode
+    return lambda mode: found(ctypes.byref(mode))
 
 
 @lru_cache(64)

@@ -21,6 +21,7 @@ class TorchStore:
     Attributes:
         arena: [arena.size] int32.
         filled: [num_groups, num_rows] int32, a view of it. Row -> columns in use.
+        longest: [num_groups] int64, on the host. Columns of the longest row so far: no output holds more.
     """
 
     def __init__(self, config: BlockTableConfig, device: Any) -> None:
@@ -28,6 +29,7 @@ class TorchStore:
         self._order = StreamOrder(self.memory) if self.memory.is_cuda else None
         self.arena = torch.from_numpy(config.arena.empty()).to(device)
         self.filled = self.table(-1)
+        self.longest = np.zeros(config.arena.num_groups, np.int64)
 
     def table(self, group: int) -> Any:
         return self.config.arena.view(self.arena, group)
@@ -54,12 +56,23 @@ class TorchStore:
 
     def write(self, writes: Writes, *, stream: int | None) -> None:
         with self.on(stream, "A commit"):
+            self._note_longest(writes)
             long_ranges, rest = writes.split_long()
             for start, values in long_ranges:
                 self.arena[start : start + values.size].copy_(self.memory.send(values))
             if rest.num_ranges:
                 sent = self.memory.send(np.stack((ranges(rest.offsets, rest.lengths), rest.values)))
                 self.arena.scatter_(0, sent[0], sent[1].int())
+            elif not long_ranges:  # the first launch of an operation loads it, which must not wait for a busy device
+                sent = self.memory.send(np.zeros((2, 1), np.int64))
+                self.arena.scatter_(0, sent[0], sent[1].int() + self.arena[:1])
+
+    def _note_longest(self, writes: Writes) -> None:
+        num_rows, end = self.config.arena.num_rows, self.filled.numel()
+        count = int(np.searchsorted(writes.offsets, end))  # ranges of filled counts, which come first
+        offsets, lengths = writes.offsets[:count], writes.lengths[:count].astype(np.int64)
+        starts, lengths = np.cumsum(lengths) - lengths, np.minimum(lengths, end - offsets)
+        np.maximum.at(self.longest, ranges(offsets, lengths) // num_rows, writes.values[ranges(starts, lengths)])
 
     def put(self, values: np.ndarray[Any, Any], out: Any, *, stream: int | None) -> None:
         with self.on(stream, "Filling an array from the host"):
@@ -87,12 +100,16 @@ class TorchStore:
     def gather(self, batch: Batch, out: StepBuffers, *, stream: int | None) -> None:
         with self.on(stream):
             rows = self.rows_of(batch, batch.num_reqs)
-            for index, (group, block_table) in enumerate(zip(self.config.groups, out.block_tables, strict=True)):
-                column = self.arange(block_table.shape[1])
+            for index, (group, whole) in enumerate(zip(self.config.groups, out.block_tables, strict=True)):
+                # A replay meets rows that are longer by then.
+                width = (
+                    whole.shape[1] if self.memory.is_capturing_now else min(whole.shape[1], int(self.longest[index]))
+                )
+                block_table, column = whole[:, :width], self.arange(width)
                 is_used = column < self.columns_of(index, rows)[:, None]
                 if group.cut_window is not None and batch.num_computed_tokens is not None:
                     is_used &= column >= self.first_columns(batch, group, group.cut_window, batch.num_reqs)[:, None]
-                found = self.table(index).index_select(0, rows.clamp(min=0))
+                found = self.table(index)[:, :width].index_select(0, rows.clamp(min=0))
                 block_table[: batch.num_reqs] = found.masked_fill_(~is_used, group.filler)
                 block_table[batch.num_reqs :] = group.filler
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blocktable_triton.kernels import (
+from blocktable_triton.common import (
     BLOCKS_PER_KV_BLOCK,
     FILLER,
     INT32_MAX,
@@ -28,10 +28,9 @@ from blocktable_triton.kernels import (
     _jit,
     _local_length,
     _pointer,
-    _request_of,
     _row_of,
-    _slots_in,
 )
+from blocktable_triton.kernels import _request_of, _slots_in
 
 COUNT_BLOCKS = tl.constexpr(1)  # unit: an entry is a kernel block that holds tokens; with 0 it is a column,
 COUNT_TOKENS = tl.constexpr(2)  # with 2 a token,

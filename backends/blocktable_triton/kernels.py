@@ -10,92 +10,48 @@ asks for another compilation, and memory that Triton takes for the host's (mappe
 # ruff: noqa: N803 - Triton writes compile-time arguments in capitals.
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from blocktable import GROUP_FIELDS
-from blocktable.device import FEATURES as _FEATURES
-from blocktable.device import INT32_MAX as _INT32_MAX
-
-IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether `triton.jit` made interpreted functions when this module was loaded."""
-
-INT32_MAX = tl.constexpr(_INT32_MAX)
-SLOT_MODE_RING = tl.constexpr(1)
-SLOT_MODE_NONE = tl.constexpr(2)
-
-# What a table's groups need, as bits of FEATURES, in the order of `blocktable.device.FEATURES`.
-HAS_SHARDS, HAS_MODES, HAS_NULL_PADS, HAS_WINDOWS, HAS_ODD_SIZES, HAS_LARGE_POSITIONS, OVERLAPS = (
-    tl.constexpr(1 << bit) for bit in range(len(_FEATURES))
+from blocktable_triton.checks import _check_requests, _check_tokens, check_requests
+from blocktable_triton.common import (
+    BATCH_START,
+    BLOCKS_PER_KV_BLOCK,
+    CHECKED,
+    COLUMN_SHIFT,
+    FILLER,
+    HAS_LARGE_POSITIONS,
+    HAS_MODES,
+    HAS_NULL_PADS,
+    HAS_ODD_SIZES,
+    HAS_SHARDS,
+    HAS_WINDOWS,
+    INT32_MAX,
+    INTERLEAVE_SIZE,
+    IS_INTERPRETED,
+    NULL_IS_PAD,
+    NULL_START,
+    NUM_FIELDS,
+    OVERLAPS,
+    PAD_SLOT_ID,
+    RANK,
+    SLIDING_WINDOW,
+    SLOT_MODE,
+    SLOT_MODE_NONE,
+    SLOT_MODE_RING,
+    TABLE_START,
+    TOKENS_PER_COLUMN,
+    WIDTH,
+    WORLD_SIZE,
+    _divide,
+    _is_missing,
+    _jit,
+    _local_length,
+    _pointer,
+    _row_of,
 )
 
-# Places in a group's row of `groups`.
-TABLE_START = tl.constexpr(GROUP_FIELDS.index("table_start"))
-WIDTH = tl.constexpr(GROUP_FIELDS.index("width"))
-TOKENS_PER_COLUMN = tl.constexpr(GROUP_FIELDS.index("tokens_per_column"))
-BLOCKS_PER_KV_BLOCK = tl.constexpr(GROUP_FIELDS.index("blocks_per_kv_block"))
-SLOT_MODE = tl.constexpr(GROUP_FIELDS.index("slot_mode"))
-NULL_IS_PAD = tl.constexpr(GROUP_FIELDS.index("null_is_pad"))
-SLIDING_WINDOW = tl.constexpr(GROUP_FIELDS.index("sliding_window"))
-WORLD_SIZE = tl.constexpr(GROUP_FIELDS.index("world_size"))
-RANK = tl.constexpr(GROUP_FIELDS.index("rank"))
-INTERLEAVE_SIZE = tl.constexpr(GROUP_FIELDS.index("interleave_size"))
-COLUMN_SHIFT = tl.constexpr(GROUP_FIELDS.index("column_shift"))
-FILLER = tl.constexpr(GROUP_FIELDS.index("filler"))
-NULL_START = tl.constexpr(GROUP_FIELDS.index("null_start"))
-PAD_SLOT_ID = tl.constexpr(GROUP_FIELDS.index("pad_slot_id"))
-BATCH_START = tl.constexpr(GROUP_FIELDS.index("batch_start"))
-NUM_FIELDS = tl.constexpr(len(GROUP_FIELDS))
-
-
-def _jit(function: Any) -> Any:
-    """Make a kernel whose arguments are never specialised: neither 1, nor multiples of 16, nor values above 2**31."""
-    names = [name for name, kind in function.__annotations__.items() if kind != "tl.constexpr"]
-    return triton.jit(function, do_not_specialize=names, do_not_specialize_on_alignment=names)
-
-
-@triton.jit
-def _pointer(address, DTYPE: tl.constexpr):
-    """An address as a pointer; the interpreter types arguments by their value, so 64 bits are asked for here."""
-    return address.to(tl.int64).to(tl.pointer_type(DTYPE))
-
-
-@triton.jit
-def _divide(a, b):
-    """A // b for a >= 0 and b > 0, as wide as `a`: 64-bit division costs some 70 instructions."""
-    if a.dtype == tl.int32:
-        quotient = (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
-    else:
-        quotient = (a.to(tl.uint64) // b.to(tl.uint64)).to(tl.int64)
-    return quotient
-
-
-@triton.jit
-def _local_length(tokens, group_ptr):
-    """How many of the first `tokens` tokens this rank holds (R19)."""
-    world_size = tl.load(group_ptr + WORLD_SIZE)
-    if world_size > 1:
-        rank, interleave_size = tl.load(group_ptr + RANK), tl.load(group_ptr + INTERLEAVE_SIZE)
-        turn = world_size * interleave_size
-        turns = _divide(tokens, turn)
-        rest = tokens - turns * turn - rank * interleave_size
-        tokens = turns * interleave_size + tl.minimum(tl.maximum(rest, 0), interleave_size)
-    return tokens
-
-
-@triton.jit
-def _row_of(idx_mapping, i, num_reqs, max_num_rows):
-    """Row of a batch index; -1 for a dummy, for padding and for a batch index below 0. No branch: see _map_tile."""
-    row = tl.load(_pointer(idx_mapping, tl.int32) + i, mask=(i >= 0) & (i < num_reqs), other=-1)
-    return tl.where((row >= 0) & (row < max_num_rows), row, -1)
-
-
-@triton.jit
-def _is_missing(block_id, null_start, blocks_per_kv_block):
-    """Whether table entries stand for no block (R5)."""
-    return (block_id - null_start).to(tl.uint32) < blocks_per_kv_block.to(tl.uint32)
+__all__ = ["IS_INTERPRETED", "check_requests"]
 
 
 @triton.jit
@@ -132,6 +88,7 @@ def apply_changes(
     batch_entries: tl.int64,
     batch: tl.int64,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, the copy of its counts written
     copy_parts: tl.int32,  # programs that copy the counts of one group; those after all of them write. 0: none copies
+    checker: tl.int64,  # [checker_size] int32, the number of the call advanced where counts are copied
     mark: tl.int64,  # of this step; 0: the host waits for none
     last_mark: tl.int64,  # [1] int64, written where counts are copied
     FEATURES: tl.constexpr,
@@ -157,6 +114,9 @@ def apply_changes(
             num_rows = held_rows
         tl.store(batch_ptr + batch_entries + 1, held_rows, mask=program == 0)
         tl.store(_pointer(last_mark, tl.int64), mark.to(tl.int64), mask=program == 0)
+        if CHECKED & FEATURES:
+            call = tl.load(_pointer(checker, tl.int32))  # that step_batch belongs to
+            tl.store(_pointer(checker, tl.int32), call + 1, mask=program == 0)
     else:
         begin = (program - copy_programs).to(tl.int64) * TILE
         stride = (tl.num_programs(0) - copy_programs).to(tl.int64) * TILE
@@ -325,7 +285,8 @@ def _slots_in(position, request, row, tokens, table, FEATURES: tl.constexpr):
     """Slots of tokens at positions of rows: of one row, or of one each; a position of -1 and a row of -1 give PAD.
 
     The rows' counts and blocks are loaded together: a small launch takes as long as its chain of loads. `tokens` are
-    those of a step, which `request` counts; None: no position is too old for its ring (R36).
+    those of a step, which `request` counts, and what is checked of them; None: no position is too old for its ring
+    (R36).
     """
     count_ptr, group_ptr, arena_ptr, table_start, width, tokens_per_column, column_shift, pad_slot_id = table
     columns = tl.load(count_ptr + row, mask=row >= 0, other=0)
@@ -350,11 +311,11 @@ def _slots_in(position, request, row, tokens, table, FEATURES: tl.constexpr):
         if slot_mode == SLOT_MODE_RING:
             ring = columns.to(tl.int64) * tokens_per_column
             if tokens is not None:
-                start_ptr, position_ptr, num_tokens = tokens
+                start_ptr, position_ptr, num_tokens, _, _, _, _, _, _ = tokens
                 end = tl.minimum(tl.load(start_ptr + request + 1, mask=row >= 0, other=0), num_tokens)
                 last_position = tl.load(position_ptr + end - 1, mask=end > 0, other=0)
                 # Of a request's tokens that share a place the last one is written (R14).
-                is_valid = is_valid & (tl.maximum(last_position, 0) - position < ring)
+                is_valid = is_valid & (tl.maximum(last_position, 0) - position < tl.maximum(ring, 1))
             place = tl.maximum(ring, 1).to(local.dtype)
             local = local - _divide(local, place) * place
     # step 5: which column, and whether the row fills it
@@ -366,23 +327,33 @@ def _slots_in(position, request, row, tokens, table, FEATURES: tl.constexpr):
     table_row = arena_ptr + table_start + width * row
     num_entries = tl.where(row >= 0, width, 0)
     block_id = tl.load(table_row + column, mask=is_valid & (column < num_entries), other=0).to(tl.int64)
+    is_mine = is_valid
     is_valid = is_valid & (column < columns)
+    is_inside = is_valid
     if HAS_NULL_PADS & FEATURES:
         null_start, blocks_per_kv_block = tl.load(group_ptr + NULL_START), tl.load(group_ptr + BLOCKS_PER_KV_BLOCK)
         is_null = _is_missing(block_id, null_start, blocks_per_kv_block)
         is_valid = is_valid & ((tl.load(group_ptr + NULL_IS_PAD) == 0) | (is_null == 0))
     slot = block_id * tokens_per_column.to(tl.int64) + (local - column * tokens_per_column)
+    if (CHECKED & FEATURES) and tokens is not None:
+        has_row = column * 0 + row >= 0
+        is_outside = is_mine & has_row & (column >= columns)
+        is_stranger = is_mine & (has_row == 0) & (column * 0 + request >= 0)
+        written = (position, local, block_id, slot, is_inside, is_outside, is_stranger)
+        _check_tokens(written, request, row, tokens, group_ptr, arena_ptr, FEATURES)
     return tl.where(is_valid, slot, pad_slot_id)
 
 
 @triton.jit
-def _map_tile(inputs, group, num_slots, first, FEATURES: tl.constexpr, IS_LONG: tl.constexpr, TILE: tl.constexpr):
+def _map_tile(
+    inputs, group, checks, num_slots, first, FEATURES: tl.constexpr, IS_LONG: tl.constexpr, TILE: tl.constexpr
+):
     """Write a group's slots of the TILE tokens from `first` on.
 
     What can be loaded at once is, before the first branch: a compiler moves no load across one, and no wait after it.
     """
     idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, requests_per_token = inputs
-    group_ptr, count_ptr, arena_ptr, slot_ptr = group
+    group_ptr, count_ptr, arena_ptr, slot_ptr, g = group
     start_ptr, position_ptr = _pointer(query_start_loc, tl.int32), _pointer(positions, tl.int64)
     table_start, width = tl.load(group_ptr + TABLE_START), tl.load(group_ptr + WIDTH)
     tokens_per_column, column_shift = tl.load(group_ptr + TOKENS_PER_COLUMN), tl.load(group_ptr + COLUMN_SHIFT)
@@ -408,7 +379,17 @@ def _map_tile(inputs, group, num_slots, first, FEATURES: tl.constexpr, IS_LONG: 
     if HAS_MODES & FEATURES:
         is_valid = lane < tl.where(slot_mode == SLOT_MODE_NONE, 0, num_tokens - first)
     position = tl.where(is_valid, position, -1)
-    tokens = (start_ptr, position_ptr, num_tokens)
+    tokens = (
+        start_ptr,
+        position_ptr,
+        num_tokens,
+        token,
+        g,
+        checks,
+        idx_mapping,
+        group_ptr - g * NUM_FIELDS,
+        max_num_rows,
+    )
     # step 3: which request and row
     if IS_LONG:
         last = tl.minimum(num_tokens - first, TILE) - 1 + first
@@ -451,6 +432,8 @@ def map_slots(
     slots_stride: tl.int64,
     num_slots: tl.int32,
     requests_per_token: tl.int64,  # a guess: token * this >> 32 is its request
+    checker: tl.int64,  # [checker_size] int32, written
+    findings: tl.int64,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
     SLOT_T: tl.constexpr,  # tl.int64 or tl.int32
     FEATURES: tl.constexpr,
     IS_LONG: tl.constexpr,  # whether the launch fills the GPU many times over
@@ -458,16 +441,17 @@ def map_slots(
 ):
     """Write the slot of every token, and PAD from the last real token to the end of the slots."""
     arena_ptr, slot_ptr = _pointer(arena, tl.int32), _pointer(slots, SLOT_T)
+    checks = (_pointer(checker, tl.int32), _pointer(findings, tl.int32))
     inputs = (idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, requests_per_token)
     # step 1: which token and group
     y = tl.program_id(1)
     while y < num_groups:
         g = first_group + y
         group_ptr, count_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS, arena_ptr + max_num_rows.to(tl.int64) * g
-        group = (group_ptr, count_ptr, arena_ptr, slot_ptr + slots_stride.to(tl.int64) * y)
+        group = (group_ptr, count_ptr, arena_ptr, slot_ptr + slots_stride.to(tl.int64) * y, g)
         first = tl.program_id(0).to(tl.int64) * TILE
         while first < num_slots:
-            _map_tile(inputs, group, num_slots, first, FEATURES, IS_LONG, TILE)
+            _map_tile(inputs, group, checks, num_slots, first, FEATURES, IS_LONG, TILE)
             first += tl.num_programs(0).to(tl.int64) * TILE
         y += tl.num_programs(1)
 
@@ -495,6 +479,8 @@ def step_batch(
     blocks_per_group: tl.int32,  # programs that map the slots of one group
     last_mark: tl.int64,  # [1] int64, what apply_changes wrote
     shown_mark: tl.int64,  # [1] int64 in the host's memory, written
+    checker: tl.int64,  # [checker_size] int32, written
+    findings: tl.int64,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
     SLOT_T: tl.constexpr,  # tl.int64 or tl.int32
     FEATURES: tl.constexpr,
     IS_LONG: tl.constexpr,  # as for map_slots
@@ -502,9 +488,15 @@ def step_batch(
     ROWS: tl.constexpr,  # that a program gathers at once, ROW_TILE columns of each
     ROW_TILE: tl.constexpr,
 ):
-    """The gather and the slots of a whole step: the first programs gather, the last one shows the mark, others map."""
+    """The gather and the slots of a whole step: the first programs gather, the next ones map.
+
+    The program after those shows the mark; it and further ones look at the requests, where anything is checked.
+    """
     arena_ptr, batch_ptr = _pointer(arena, tl.int32), _pointer(batch, tl.int32)
+    checks = (_pointer(checker, tl.int32), _pointer(findings, tl.int32))
+    inputs = (idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, requests_per_token)
     program = tl.program_id(0)
+    last_programs = gather_blocks + num_groups * blocks_per_group
     if program < gather_blocks:
         if OVERLAPS & FEATURES:
             tl.extra.cuda.gdc_wait()
@@ -525,19 +517,23 @@ def step_batch(
             tl.store(count_ptr + i, columns, mask=i < num_reqs_padded)
             first_row += _divide(gather_blocks, num_groups) * ROWS
             num_rows = tl.maximum(held_rows, num_reqs_padded)
-    elif program == tl.num_programs(0) - 1:
+    elif program >= last_programs:
         if OVERLAPS & FEATURES:
             tl.extra.cuda.gdc_wait()
         mark = tl.load(_pointer(last_mark, tl.int64))
         # apply_changes is done: the host may use the changes' memory again
-        tl.store(_pointer(shown_mark, tl.int64), mark, mask=mark > 0)
+        tl.store(_pointer(shown_mark, tl.int64), mark, mask=(mark > 0) & (program == last_programs))
+        if CHECKED & FEATURES:
+            first = (program - last_programs) * TILE
+            while first < num_reqs:
+                _check_requests(inputs, _pointer(groups, tl.int64), arena_ptr, checks, first, TILE)
+                first += (tl.num_programs(0) - last_programs) * TILE
     else:
-        inputs = (idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, requests_per_token)
         program -= gather_blocks
         g = _divide(program, blocks_per_group)
         group_ptr, count_ptr = _pointer(groups, tl.int64) + g * NUM_FIELDS, arena_ptr + max_num_rows.to(tl.int64) * g
-        group = (group_ptr, count_ptr, arena_ptr, _pointer(slots, SLOT_T) + num_slots.to(tl.int64) * g)
+        group = (group_ptr, count_ptr, arena_ptr, _pointer(slots, SLOT_T) + num_slots.to(tl.int64) * g, g)
         first = (program - g * blocks_per_group).to(tl.int64) * TILE
         while first < num_slots:
-            _map_tile(inputs, group, num_slots, first, FEATURES, IS_LONG, TILE)
+            _map_tile(inputs, group, checks, num_slots, first, FEATURES, IS_LONG, TILE)
             first += blocks_per_group.to(tl.int64) * TILE

@@ -100,6 +100,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="instead, say where the host time of a steady step goes, call by call",
     )
+    add(
+        "--check",
+        action="store_true",
+        help="instead, time tables that kernels check beside unchecked ones; exit status 1 where one finds anything",
+    )
     return parser.parse_args(argv)
 
 
@@ -111,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_matplotlib()
     if options.profile_host:
         return _profile(options)
+    if options.check:
+        return _checks(options)
     results = (
         merge([_load(path) for path in options.sources])
         if options.sources
@@ -220,6 +227,29 @@ def _profile(options: argparse.Namespace) -> int:
         for workload in workloads:
             print(as_text(profile_host(name, shrink(workload) if options.quick else workload)), end="\n\n")
     return 0
+
+
+def _checks(options: argparse.Namespace) -> int:
+    from blocktable_benchmarks.checks import as_lines, measure_checks
+    from blocktable_benchmarks.gpu import find_gpu
+
+    results = []
+    for name in options.backend or [info.name for info in bt.list_backends()]:
+        try:
+            backend = bt.get_backend(name)
+        except bt.BlockTableError as error:
+            warn(f"{name}: {error}")
+            continue
+        is_emulated = getattr(backend, "is_emulated", False)
+        if "device_checks" not in backend.capabilities or (is_emulated and not options.quick):
+            warn(f"{name}: no kernels that check, or emulated ones, whose times mean nothing (--quick runs those).")
+            continue
+        found = measure_checks(name, None if is_emulated else find_gpu(), is_quick=options.quick)
+        print(as_lines(found), flush=True)
+        results += found
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    return int(any(each["findings"] for each in results))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, get_args
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, Protocol, get_args
 
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ConfigError
-from blocktable.findings import CheckKinds, Finding, Findings
+from blocktable.findings import Findings
 from blocktable.host_path import HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import Backend, Batch, BlockStore, ExportBuffers, StepBuffers
@@ -57,6 +58,9 @@ class Checker(Protocol):
     ) -> None:
         """An export is about to be written into `out`; of a set of buffers: its batch tables are handed out."""
 
+    def after_call(self) -> None:
+        """A commit, a gather, slots, a step or an export has done its work: add what the device has told."""
+
     def collect(self) -> None:
         """Wait for what the device still has to tell, and add it to the findings."""
 
@@ -78,25 +82,27 @@ def check_mode(check: str | None) -> CheckMode:
     raise ConfigError(f"{name} must be one of {', '.join(get_args(CheckMode))}; got {value!r}.")
 
 
-def make_checker(
-    mode: CheckMode,
-    config: BlockTableConfig,
-    backend: Backend,
-    store: BlockStore,
-    check_kinds: CheckKinds | Sequence[CheckKinds] | None,
-    on_finding: Callable[[Finding], None] | None,
-) -> Checker | None:
-    """Return the checker of a table; None for "off".
+def plan_checking(mode: CheckMode, config: BlockTableConfig, findings: Findings) -> BlockTableConfig:
+    """Return the configuration with what kernels check, in mode "device"; otherwise as it is.
 
     Raises:
-        ConfigError: `check_kinds` has a kind or a severity that there is not; the mode cannot check this table.
+        ConfigError: the mode cannot check this table.
     """
-    findings = Findings(len(config.groups), check_kinds, on_finding)
+    if mode != "device":
+        return config
+    from blocktable.checking.device import plan_checks  # most tables are not checked
+
+    return replace(config, check_plan=plan_checks(config, findings))
+
+
+def make_checker(
+    mode: CheckMode, config: BlockTableConfig, backend: Backend, device: Any, store: BlockStore, findings: Findings
+) -> Checker | None:
+    """Return the checker of a table; None for "off". config: as `plan_checking` returned it."""
     if mode == "off":
         return None
-    from blocktable.checking.host import HostChecker  # most tables are not checked
+    from blocktable.checking.device import DeviceChecker
+    from blocktable.checking.host import HostChecker
 
-    makers: dict[str, Callable[..., Checker]] = {"host": HostChecker}
-    if mode not in makers:
-        raise ConfigError(f'check="{mode}" is not part of this version of blocktable; use check="host".')
-    return makers[mode](config, backend, store, findings)
+    makers: dict[str, Callable[..., Checker]] = {"host": HostChecker, "device": DeviceChecker}
+    return makers[mode](config, backend, device, store, findings)

@@ -41,6 +41,7 @@ class HostChecker:
     Args:
         config: the geometry.
         backend: brings arrays to the host.
+        device: what the backend calls a device.
         store: refuses a commit on a capturing stream.
         findings: where findings go.
 
@@ -54,15 +55,18 @@ class HostChecker:
     Rules: R38, R39.
     """
 
-    def __init__(self, config: BlockTableConfig, backend: Backend, store: BlockStore, findings: Findings) -> None:
+    def __init__(
+        self, config: BlockTableConfig, backend: Backend, device: Any, store: BlockStore, findings: Findings
+    ) -> None:
         self.config = config
         self.findings = findings
         self.lives = RowLives(config)
         self.holders = Holders(config)
         self.num_commits: int = 0
-        self._backend, self._store = backend, store
+        self._backend, self._device, self._store = backend, device, store
         self._can_capture = "graph_capture" in backend.capabilities
         self._rows: Any = None
+        self._quick: Any = None
         self._is_used = False  # until the first row operation: warm-up and profiling
         self._ahead: Difference | None = None  # what a step that is running will have committed
         self._has_new_lives = False
@@ -78,13 +82,17 @@ class HostChecker:
 
     def watch(self, rows: HostPath) -> HostPath:
         self._rows = rows
+        self._quick = self._make_quick(getattr(rows, "token_check", None))
         return cast(HostPath, CheckedRows(rows, self))
 
     def before_row_call(self) -> None:
         self._is_used = self._has_new_lives = True
         self._settle()
 
-    def has_replaced(self, group: int, ids: IntArray) -> None:
+    def hand_in(self, group: int, ids: IntArray) -> bool:
+        return self.holders.pools[group].hand_in(ids)
+
+    def has_replaced(self, rows: IntArray, group: int, ids: IntArray) -> None:
         pool = self.holders.pools[group]
         pool.writers[pool.index(ids)] = 0
 
@@ -92,6 +100,8 @@ class HostChecker:
         if self._ahead is None:
             self.holders.apply(self.holders.difference(rows), self.num_commits - 1)
         self._ahead = None
+        for pool in self.holders.pools:
+            pool.epoch += 1
         self._keep_lives()
 
     def before_commit(self, stream: int | None) -> None:
@@ -148,6 +158,9 @@ class HostChecker:
         else:
             self._check_held(layout, groups, batch, out)
 
+    def after_call(self) -> None:
+        """Each call has told all before it did anything."""
+
     def collect(self) -> None:
         """Nothing is left: each call has told all."""
 
@@ -197,7 +210,11 @@ class HostChecker:
         mapping, starts, positions = (self._host(array) for array in given)
         assert starts is not None
         assert positions is not None
-        is_on_host = all(type(array) is np.ndarray for array in given[1:])
+        is_on_host = type(given[1]) is type(given[2]) is np.ndarray
+        if self._quick is not None and groups is None and not self._has_new_lives:
+            padded = -1 if num_tokens_padded is None else num_tokens_padded
+            if self._quick.is_clean(mapping, starts, positions, padded, is_on_host and padded < 0):
+                return
         found, is_usable = check_starts(
             StartsCheck(starts, positions.size, num_tokens_padded, is_on_host), self.num_commits
         )
@@ -273,6 +290,27 @@ class HostChecker:
             marks[rows[marks[rows] == UNMARKED]] = 0
             np.maximum.at(marks, rows, ends)
 
+    def _make_quick(self, token_check: Any) -> Any:
+        """Return the compiled look at a whole call; None where there is none, or not for such a table."""
+        pools = [self.holders.pools[group] for group in self._groups]
+        if token_check is None or not pools or not all(pool.is_dense for pool in pools):
+            return None
+        arena, shard, fields = self.config.arena, self.config.context_parallel, []
+        for group in self._groups:
+            shape = self.config.groups[group]
+            share = (shard.world_size, shard.rank, shard.interleave_size) if shape.is_sharded else (1, 0, 1)
+            sizes = arena.group_offsets[group], arena.widths[group], shape.tokens_per_column, shape.blocks_per_kv_block
+            is_ring, is_lenient = shape.slot_mode == "ring", self._finders[group].is_lenient
+            fields.append((group, *sizes, is_ring, shape.null_block_id, *share, is_lenient))
+        return token_check(
+            self.holders.arena,
+            self.config.num_rows,
+            np.array(fields, np.int64),
+            [(pool.counts, pool.writers) for pool in pools],
+            self.lives.marks,
+            self.lives.committed,
+        )
+
     # Between the table and what is known.
 
     def _settle(self) -> None:
@@ -289,6 +327,7 @@ class HostChecker:
     def _host(self, array: Array | None) -> IntArray | None:
         if array is None or type(array) is np.ndarray:
             return array
+        self._backend.synchronize(self._device)  # whoever writes it may do so on a stream of its own
         return np.asarray(self._backend.to_host(array))
 
     def _refuse_capture(self, stream: int | None) -> None:

@@ -11,7 +11,7 @@ from blocktable.host_path import Difference, HostPath, difference
 from blocktable.protocols import IntArray
 
 DENSE_BLOCKS = 1 << 22
-"""Blocks of the largest pool that has room for each of its ids; 24 bytes a block, taken when they are touched."""
+"""Blocks of the largest pool that has room for each of its ids; 36 bytes a block, taken when they are touched."""
 
 PAGE_BITS = 10
 """Ids of other pools are looked up in pages of so many bits."""
@@ -24,35 +24,49 @@ class Pool:
 
     Attributes:
         groups: the groups.
+        is_dense: whether a block stands at its own id, in arrays that stay the same.
         counts: int32. Columns that hold the block.
         cells: int64. Sum of the cells that hold it.
         since: int64. Commits before the one by which it was taken last.
         writers: int64. The life of the row that wrote into it last; 0: none that is known.
+        handed: int64. `epoch` when it was last handed in by a row operation.
+        epoch: changes with every commit of changes.
     """
+
+    arrays: tuple[str, ...] = ("counts", "cells", "since", "writers", "handed")
 
     def __init__(self, groups: tuple[int, ...], limit: int) -> None:
         self.groups: tuple[int, ...] = groups
-        self._is_dense = limit <= DENSE_BLOCKS
-        size = limit if self._is_dense else 1 << PAGE_BITS
-        self._pages: IntArray = np.zeros(1 if self._is_dense else (limit >> PAGE_BITS) + 1, np.int32)
+        self.is_dense: bool = limit <= DENSE_BLOCKS
+        size = limit if self.is_dense else 1 << PAGE_BITS
+        self._pages: IntArray = np.zeros(1 if self.is_dense else (limit >> PAGE_BITS) + 1, np.int32)
         self._num_pages = 1  # the first one is nobody's: ids that were never held are found there
         self.counts: IntArray = np.zeros(size, np.int32)
         self.cells: IntArray = np.zeros(size, np.int64)
         self.since: IntArray = np.zeros(size, np.int64)
         self.writers: IntArray = np.zeros(size, np.int64)
+        self.handed: IntArray = np.zeros(size, np.int64)
+        self.epoch: int = 1
 
     def index(self, ids: IntArray) -> IntArray:
         """Return where blocks stand in the arrays. ids: integers from 0 on, of any shape."""
-        if self._is_dense:
+        if self.is_dense:
             return ids
         places: IntArray = (self._pages[ids >> PAGE_BITS].astype(np.int64) << PAGE_BITS) + (
             ids & ((1 << PAGE_BITS) - 1)
         )
         return places
 
+    def hand_in(self, ids: IntArray) -> bool:
+        """Note blocks that a row operation hands in; return whether any of them may be in a row already."""
+        index = self.index(ids)
+        may_be_held = bool(self.counts[index].any() or (self.handed[index] == self.epoch).any())
+        self.handed[index] = self.epoch
+        return may_be_held
+
     def hold(self, ids: IntArray, cells: IntArray, step: int) -> None:
         """Note that cells take blocks; ids may repeat. ids, cells: [n] integers."""
-        if not self._is_dense:
+        if not self.is_dense:
             self._make_room(ids)
         index = self.index(ids)
         np.add.at(self.counts, index, 1)
@@ -74,7 +88,7 @@ class Pool:
         self._num_pages += pages.size
         size = self._num_pages << PAGE_BITS
         if size > self.counts.size:
-            for name in ("counts", "cells", "since", "writers"):
+            for name in self.arrays:
                 old = getattr(self, name)
                 new = np.zeros(2 * size, old.dtype)
                 new[: old.size] = old
@@ -90,6 +104,8 @@ class Holders:
         pools: group -> its pool.
     """
 
+    pool_type: type[Pool] = Pool
+
     def __init__(self, config: BlockTableConfig) -> None:
         self.config = config
         self.arena: IntArray = config.arena.empty()
@@ -100,7 +116,7 @@ class Holders:
             first = group if name is None else names.index(name)
             if first not in made:
                 members = (group,) if name is None else tuple(i for i, other in enumerate(names) if other == name)
-                made[first] = Pool(members, max(config.groups[member].block_id_limit for member in members))
+                made[first] = self.pool_type(members, max(config.groups[member].block_id_limit for member in members))
         self.pools: list[Pool] = [made[i if name is None else names.index(name)] for i, name in enumerate(names)]
         self._bounds = np.array(config.arena.group_offsets, np.int64)
 

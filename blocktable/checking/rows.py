@@ -33,8 +33,17 @@ class RowWatcher(Protocol):
     def before_row_call(self) -> None:
         """A row operation is about to change the rows. It is not refused any more."""
 
-    def has_replaced(self, group: int, ids: IntArray) -> None:
-        """Blocks took the place of others inside rows: what those held was copied into them. ids: [n] int64."""
+    def hand_in(self, group: int, ids: IntArray) -> bool:
+        """Blocks come into rows; return whether any of them may be in a row of the pool already. ids: [n] int64."""
+
+    def has_replaced(self, rows: IntArray, group: int, ids: IntArray) -> None:
+        """Blocks took the place of others inside rows: what those held was copied into them.
+
+        Args:
+            rows: [n] int64. The row of each block.
+            group: the group.
+            ids: [n] int64. Blocks, never the null block.
+        """
 
     def before_committed(self, rows: HostPath) -> None:
         """The device has taken what is pending in the rows."""
@@ -145,7 +154,8 @@ class CheckedRows:
             self._refuse_twice(group, rows, new, lambda row, place: (place >= starts[row]) & (place < stops[row]))
         self._rows.replace(rows, group, starts, ids, None if counts is None else blocks)
         self._lives.unmark(rows[blocks > 0])
-        self._watcher.has_replaced(group, ids[ids != self._nulls[group]])
+        is_block = ids != self._nulls[group]
+        self._watcher.has_replaced(np.repeat(rows, blocks)[is_block], group, ids[is_block])
 
     def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
         old, new = self._rows.check_mapping(group, old_ids, new_ids)
@@ -153,15 +163,17 @@ class CheckedRows:
         rows = np.flatnonzero(self._rows.filled[group])
         held = self._held(group, rows)
         order = old.argsort()
-        found = np.isin(held.ids, old)
+        found, ids = np.isin(held.ids, old), held.ids.copy()
         if found.any():
-            ids = held.ids.copy()
             ids[found] = new[order][old[order].searchsorted(ids[found])]
             if group in self._with_distinct:
-                self._report_twice(group, Held(held.rows, held.places, ids, found))
+                is_block = ids != self._nulls[group]
+                self._watcher.hand_in(group, ids[found & is_block])
+                self._report_twice(group, Held(*(a[is_block] for a in (held.rows, held.places, ids, found))))
         self._rows.remap(group, old, new)
         self._lives.unmark(np.unique(held.rows[found]))
-        self._watcher.has_replaced(group, new[new != self._nulls[group]])
+        is_block = found & (ids != self._nulls[group])
+        self._watcher.has_replaced(held.rows[is_block], group, ids[is_block])
 
     # Blocks go, or follow their rows.
 
@@ -209,8 +221,10 @@ class CheckedRows:
         self._lives.begin(changed[differs | ~goes_on])
         self._lives.unmark(changed)
         for group in range(self._nulls.size):
-            ids = np.unique(values[groups == group] // self._expansion(group)).astype(np.int64)
-            self._watcher.has_replaced(group, ids[(ids != self._nulls[group]) & (ids >= 0)])
+            ids = values[groups == group].astype(np.int64) // self._expansion(group)
+            is_block = (ids != self._nulls[group]) & (ids >= 0)
+            self._watcher.hand_in(group, ids[is_block])
+            self._watcher.has_replaced(rows[groups == group][is_block], group, ids[is_block])
 
     def committed(self) -> int:
         self._watcher.before_committed(self._rows)
@@ -260,8 +274,12 @@ class CheckedRows:
             is_replaced: (index of a row, place) -> whether what stands there goes. None: nothing goes.
         """
         is_block = new.ids != self._nulls[group]
-        new = Held(*(array[is_block] for array in new))
-        if rows.size:
+        if not is_block.all():
+            new = Held(*(array[is_block] for array in new))
+        may_be_held = self._watcher.hand_in(group, new.ids)
+        if not may_be_held and np.unique(new.ids).size == new.ids.size:
+            return
+        if rows.size and may_be_held:
             old = self._held(group, rows)
             stays = np.isin(old.ids, new.ids)
             if stays.any() and is_replaced is not None:

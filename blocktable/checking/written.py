@@ -24,6 +24,9 @@ class GroupFinder:
         holders: the rows, and who holds what.
         findings: says which kinds are off.
         lives: whose rows are.
+
+    Attributes:
+        is_lenient: whether a row may list a block that it has let go of: then who wrote last decides.
     """
 
     def __init__(
@@ -39,8 +42,7 @@ class GroupFinder:
         self._findings, self._lives = findings, lives
         self._geometry = config.groups[group]
         self._pool = holders.pools[group]
-        # Where a row may list a block that it has let go of: then who wrote last decides.
-        self._is_lenient = config.stale_rows or any(
+        self.is_lenient: bool = config.stale_rows or any(
             config.groups[member].cut_window is not None for member in self._pool.groups
         )
 
@@ -64,7 +66,7 @@ class GroupFinder:
 
     def note_writers(self, places: Places) -> None:
         """Note whose life the written blocks were written by last, where it is ever asked."""
-        if not self._is_lenient:
+        if not self.is_lenient:
             return
         inside = self._part(places, ~self._tokens.is_outside(places))
         blocks = self._tokens.blocks(self._tokens.entries(inside))
@@ -137,7 +139,7 @@ class GroupFinder:
         tokens, index = places.tokens, self._pool.index(blocks)
         is_shared = self._pool.counts[index] > 1
         keys = tokens.row << 32 | blocks
-        if self._is_lenient:
+        if self.is_lenient:
             begun = keys[places.local % self._geometry.block_size == 0]
             writers = self._pool.writers[index]
             is_shared &= (writers != 0) & (writers != self._lives.committed[tokens.row]) & ~np.isin(keys, begun)

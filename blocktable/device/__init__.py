@@ -9,6 +9,7 @@ from blocktable.device.emulation import DeviceArray, EmulatedDriver, EmulatedKer
 from blocktable.device.graph import KernelArguments
 from blocktable.device.ordering import OrderedStreams, StreamOrder, refuse_capture
 from blocktable.device.signatures import (
+    CHECK_KERNELS,
     EXPORT_KERNELS,
     FEATURES,
     FUSED_KERNELS,
@@ -24,6 +25,7 @@ from blocktable.device.store import DeviceBuffers, DeviceStore
 from blocktable.streams import address_of, stream_handle
 
 __all__ = [
+    "CHECK_KERNELS",
     "EXPORT_KERNELS",
     "FEATURES",
     "FUSED_KERNELS",

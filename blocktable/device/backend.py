@@ -23,11 +23,13 @@ class DeviceBackend:
     Attributes:
         name: of the backend.
         has_exports: whether it has the kernels of `EXPORT_KERNELS`.
+        has_checks: whether it has those of `CHECK_KERNELS`, and the others look for mistakes where they are "CHECKED".
         is_emulated: as given; it is decided when the backend is made.
     """
 
     name: ClassVar[str]
     has_exports: ClassVar[bool] = True
+    has_checks: ClassVar[bool] = True
     protocol_version: int = PROTOCOL_VERSION
 
     def __init__(self, *, is_emulated: bool) -> None:
@@ -60,6 +62,8 @@ class DeviceBackend:
         declared = {"int32_slots", "streams", "graph_capture"}
         if self.has_exports:
             declared |= {"exports", "export_parts"}
+        if self.has_checks:
+            declared.add("device_checks")
         if self.is_emulated or self.graph_problem() is None:
             declared.add("fused_step")
         return frozenset(declared)

@@ -211,7 +211,7 @@ def mapped_memory_works(driver: Driver) -> bool:
     address = driver.address(target)
     for value in (1, 2):
         block.host[1] = value
-        kernel((1, 1), (block.address, 1, 0, 0, 0, 0, address, 0, 0, 1, address, 0, 0, address), driver.stream(None))
+        kernel((1, 1), (block.address, 1, 0, 0, 0, 0, address, 0, 0, 1, address, 0, 0, 0, address), driver.stream(None))
         if driver.download(target)[0] != value:
             return False
     return True

@@ -143,8 +143,12 @@ class FusedStep:
         gather = launches.gather(inputs, batch, tables) if batch.wants_tables and part != "slots" else []
         if part == "tables":
             return gather
-        return gather + launches.map_slots(
-            *(inputs, batch, slots, num_slots, num_slots), groups=launches.all_groups, is_named=False
+        return (
+            gather
+            + launches.check_requests(inputs, batch)
+            + launches.map_slots(
+                *(inputs, batch, slots, num_slots, num_slots), groups=launches.all_groups, is_named=False
+            )
         )
 
     def run(self, prepared: PreparedStep, block: HostBlock | None, used: int, stream: int) -> int | None:

@@ -29,6 +29,7 @@ from blocktable.protocols import CHANGES_HEADER, STEP_INPUTS, Batch, ExportBuffe
 MAX_COPY_PARTS = 16
 MAX_WRITE_BLOCKS = 1 << 15
 MAX_SLOT_BLOCKS = 1 << 22
+REQUESTS_PER_BLOCK = 128
 
 COUNT_UNITS = {
     "table": 0,
@@ -114,7 +115,7 @@ class ApplyMemory(NamedTuple):
     """What a commit works on.
 
     Attributes:
-        addresses: apply_changes' arguments from `arena` to `copy_parts`.
+        addresses: apply_changes' arguments from `arena` to `checker`.
         last_mark: address; 0 where no counts are copied.
         copy_blocks: blocks that copy counts.
         made: launches by value that may be used again: the same objects.
@@ -135,6 +136,7 @@ class Launches:
         arena: [arena.size] int32. The table's memory.
         by_value: whether changes that fit travel in a launch's own parameters, where the backend has such kernels.
         is_native: whether its kernels may be nodes of a graph, and so be launched by the driver's own call.
+        checker, findings: addresses of the memory of a table whose kernels check, and of its records; 0: none do.
 
     Attributes:
         has_step_batch: whether gather and slots have a kernel of their own in a fused step.
@@ -146,10 +148,19 @@ class Launches:
     """
 
     def __init__(
-        self, config: BlockTableConfig, driver: Driver, arena: Any, *, by_value: bool, is_native: bool = False
+        self,
+        config: BlockTableConfig,
+        driver: Driver,
+        arena: Any,
+        *,
+        by_value: bool,
+        is_native: bool = False,
+        checker: int = 0,
+        findings: int = 0,
     ) -> None:
         self._config, self._driver = config, driver
         self._is_native = is_native
+        self._checker, self._findings = checker, findings
         self._features = needed_features(config)
         self._kernels: dict[tuple[str, str], Any] = {}
         self._groups = driver.upload(config.group_fields().reshape(-1))
@@ -168,7 +179,8 @@ class Launches:
         self.has_step_batch: bool = "step_batch" in driver.variants
         self.num_slots: int = config.max_num_batched_tokens
         self._may_be_long = self.is_long(config.max_num_batched_tokens * len(config.groups))
-        for name in [signature.name for signature in PLAIN_KERNELS] + ["map_slots_long"] * self._may_be_long:
+        names = [signature.name for signature in PLAIN_KERNELS] + ["map_slots_long"] * self._may_be_long
+        for name in names + ["check_requests"] * bool(checker):
             self.kernel(name)
         self._apply = self.kernel("apply_changes")
         sizes = driver.change_sizes if by_value else ()
@@ -226,8 +238,8 @@ class Launches:
             address: of other memory that is written instead of the arena. None: the arena.
         """
         copy_parts = self._copy_parts if batch else 0
-        memory = self._arena_address if address is None else address
-        addresses = (memory + 4 * first_entry, *self._sizes, batch, copy_parts)
+        memory, checker = (self._arena_address, self._checker) if address is None else (address, 0)
+        addresses = (memory + 4 * first_entry, *self._sizes, batch, copy_parts, checker)
         return ApplyMemory(addresses, last_mark, self._num_groups * copy_parts, {})
 
     def apply_changes(
@@ -290,8 +302,20 @@ class Launches:
             *(batch.num_reqs, batch.num_positions, self._config.num_rows),
             *(fields, groups[0], num_groups, self._arena_address),
             *(slots, stride, num_slots, requests_per_token(batch.num_reqs, batch.num_positions, is_long=is_long)),
+            *(self._checker, self._findings),
         )
         return [self.launch("map_slots_long" if is_long else "map_slots", arguments)]
+
+    def check_requests(self, inputs: Inputs, batch: Batch) -> list[Launch]:
+        """Return what begins a call that maps slots: nothing where nothing is checked."""
+        if not self._checker:
+            return []
+        arguments = (
+            *(inputs.idx_mapping, inputs.query_start_loc, inputs.positions),
+            *(batch.num_reqs, batch.num_positions, self._config.num_rows),
+            *(self._groups_address, self._arena_address, self._checker, self._findings),
+        )
+        return [self.launch("check_requests", arguments)]
 
     # The fused step.
 
@@ -339,9 +363,12 @@ class Launches:
             slot_blocks,
             last_mark,
             shown_mark,
+            self._checker,
+            self._findings,
         )
-        # The last block shows the mark.
-        return kernel, (gather_blocks + slot_blocks * num_groups + 1, 1), arguments
+        # The blocks after those that map: the first one shows the mark, and all of them check requests.
+        request_blocks = max(-(-batch.num_reqs // REQUESTS_PER_BLOCK), 1) if self._checker else 1
+        return kernel, (gather_blocks + slot_blocks * num_groups + request_blocks, 1), arguments
 
     # Exports.
 

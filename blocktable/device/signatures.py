@@ -21,6 +21,9 @@ local_lengths // tokens_per_column, it has max(local_lengths(seq_lens[i]) - part
 place j is column part + j of the row. The columns of a window, and those that an inverse map tells, count from the
 row's start. In a ring (R35) column c of true positions is the ring's column c % filled; it is missing below
 max(local_lengths(seq_lens[i]) - filled * tokens_per_column, 0) // tokens_per_column, and below the window.
+
+Where kernels check, the arena ends with what the host tells them, `checker` is memory of their own, and `findings` the
+host's memory for their records: blocktable/check_plan.py says what lies where. Unchecked ones look at neither.
 """
 
 from __future__ import annotations
@@ -94,7 +97,7 @@ class Signature:
 
 
 _APPLY_TAIL = """int32* arena, int32 num_groups, int32 max_num_reqs, int64 batch_entries, int32* batch,
-    int32 copy_parts, int64 mark, int64* last_mark"""
+    int32 copy_parts, int32* checker, int64 mark, int64* last_mark"""
 _BATCH_TAIL = """int32 num_reqs, int32 num_reqs_padded, int32 max_num_reqs, int32 max_num_rows, int64* groups,
     int32 num_groups, int32* arena, int64 batch_entries, int32* batch"""
 _SOURCE = """int32* idx_mapping, int32* num_computed_tokens, int32* seq_lens, int32* first_tokens, int32 num_reqs,
@@ -125,7 +128,7 @@ PLAIN_KERNELS = (
         "map_slots",
         """int32* idx_mapping, int32* query_start_loc, int64* positions, int32 num_reqs, int32 num_positions,
         int32 max_num_rows, int64* groups, int32 first_group, int32 num_groups, int32* arena, slot* slots,
-        int64 slots_stride, int32 num_slots, int64 requests_per_token""",
+        int64 slots_stride, int32 num_slots, int64 requests_per_token, int32* checker, int32* findings""",
         entries=("num_slots",),
         groups="num_groups",
     ),
@@ -139,11 +142,22 @@ FUSED_KERNELS = (
         int32 num_reqs_padded, int32 num_positions, int32 max_num_reqs, int32 max_num_rows,
         int64 requests_per_token, int64* groups, int32 num_groups, int32* arena, int64 batch_entries, int32* batch,
         slot* slots, int32 num_slots,
-        int32 gather_blocks, int32 blocks_per_group, int64* last_mark, int64* shown_mark""",
+        int32 gather_blocks, int32 blocks_per_group, int64* last_mark, int64* shown_mark, int32* checker,
+        int32* findings""",
     ),
     Signature("apply_changes_by_value", f"changes changes, {_APPLY_TAIL}"),
 )
 """What a backend may have besides: gather and slots in one kernel, and changes in a launch's own parameters."""
+
+CHECK_KERNELS = (
+    Signature(
+        "check_requests",
+        """int32* idx_mapping, int32* query_start_loc, int64* positions, int32 num_reqs, int32 num_positions,
+        int32 max_num_rows, int64* groups, int32* arena, int32* checker, int32* findings""",
+        entries=("num_reqs",),
+    ),
+)
+"""What a backend with the capability "device_checks" has: it runs before the slots, where step_batch does not do it."""
 
 EXPORT_KERNELS = (
     Signature(
@@ -203,7 +217,7 @@ EXPORT_KERNELS = (
 """What a backend with the capability "exports" has."""
 
 SIGNATURES: dict[str, Signature] = {
-    signature.name: signature for signature in (*PLAIN_KERNELS, *FUSED_KERNELS, *EXPORT_KERNELS)
+    signature.name: signature for signature in (*PLAIN_KERNELS, *FUSED_KERNELS, *CHECK_KERNELS, *EXPORT_KERNELS)
 }
 
 
@@ -226,7 +240,8 @@ class KernelOptions:
             slot_mode is not "linear"), HAS_NULL_PADS (a null_is_pad is set, as without a null block), HAS_WINDOWS (a
             gather cuts a window out of a group), HAS_ODD_SIZES (a tokens_per_column is no power of two),
             HAS_LARGE_POSITIONS (a position that has a slot may not fit 32 bits); OVERLAPS (a fused step's kernel may
-            start before the one before it has ended, and waits for that itself).
+            start before the one before it has ended, and waits for that itself); CHECKED (it looks for the engine's
+            mistakes).
     """
 
     dtype: str = "int64"
@@ -241,13 +256,14 @@ FEATURES = (
     "HAS_ODD_SIZES",
     "HAS_LARGE_POSITIONS",
     "OVERLAPS",
+    "CHECKED",
 )
 """All of `KernelOptions.features`, in an order that never changes."""
 
 FEATURES_OF: dict[str, tuple[str, ...]] = {
-    "apply_changes": ("OVERLAPS",),
+    "apply_changes": ("OVERLAPS", "CHECKED"),
     "gather_block_tables": ("HAS_SHARDS", "HAS_WINDOWS"),
-    "map_slots": ("HAS_SHARDS", "HAS_MODES", "HAS_NULL_PADS", "HAS_ODD_SIZES", "HAS_LARGE_POSITIONS"),
+    "map_slots": ("HAS_SHARDS", "HAS_MODES", "HAS_NULL_PADS", "HAS_ODD_SIZES", "HAS_LARGE_POSITIONS", "CHECKED"),
     "step_batch": FEATURES,
 }
 """The features that a kernel knows; the others know none. Tables that differ in no other one share a kernel."""
@@ -275,8 +291,11 @@ def needed_features(config: BlockTableConfig) -> frozenset[str]:
         "HAS_NULL_PADS": any(group.null_is_pad or group.null_block_id < 0 for group in groups),
         "HAS_WINDOWS": any(group.cut_window is not None for group in groups),
         "HAS_ODD_SIZES": any(group.tokens_per_column.bit_count() != 1 for group in groups),
-        # A ring takes any position.
-        "HAS_LARGE_POSITIONS": max(largest_positions) >= INT32_MAX or any(g.slot_mode == "ring" for g in groups),
+        # A ring takes any position, and a check tells of any.
+        "HAS_LARGE_POSITIONS": max(largest_positions) >= INT32_MAX
+        or any(group.slot_mode == "ring" for group in groups)
+        or config.check_plan is not None,
+        "CHECKED": config.check_plan is not None,
     }
     return frozenset(name for name, is_needed in needed.items() if is_needed)
 

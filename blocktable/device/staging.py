@@ -41,7 +41,7 @@ def steady_entries(config: BlockTableConfig) -> int:
     """
     arena = config.arena
     appended = sum(2 + group.blocks_per_kv_block for group in config.groups) * arena.num_rows
-    counts = 2 * arena.num_groups * arena.num_rows
+    counts = 2 * arena.num_groups * arena.num_rows + 2 * arena.num_check_entries
     return CHANGES_HEADER + appended + counts + sum(5 + width + -(-width // 3) for width in arena.widths)
 
 

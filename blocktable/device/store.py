@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.check_plan import empty_records
 from blocktable.checks import array_spec
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.device.driver import Driver, HostBlock
@@ -58,6 +59,10 @@ class DeviceStore:
         config: the geometry.
         driver: the device.
         has_fused_step: whether a step may be one graph.
+
+    Attributes:
+        findings: [(1 + MAX_RECORDS) * RECORD] int32. Records of what kernels have found (`check_plan`), in the host's
+            memory; None: they check nothing.
     """
 
     def __init__(self, config: BlockTableConfig, driver: Driver, *, has_fused_step: bool) -> None:
@@ -67,7 +72,18 @@ class DeviceStore:
         self.arena: Array = driver.full(config.arena.size, 0, "int32")
         self._fill_parts(self.arena, config.arena, driver.stream(None))
         by_value, is_native = staging_mode() in ("auto", "params"), has_fused_step and not driver.is_emulated
-        self._launches = Launches(config, driver, self.arena, by_value=by_value, is_native=is_native)
+        self._checker, self._records = None, None
+        self.findings: IntArray | None = None
+        checks: dict[str, int] = {}
+        if config.check_plan is not None:
+            self._checker = driver.full(config.check_regions.checker_size, 0, "int32")
+            self._records = driver.host_block(empty_records().size)
+            self.findings = self._records.host
+            self.findings[:] = 0
+            if self._records.copy is not None:
+                driver.send(self._records, self.findings.size, driver.stream(None))
+            checks = {"checker": driver.address(self._checker), "findings": self._records.address}
+        self._launches = Launches(config, driver, self.arena, by_value=by_value, is_native=is_native, **checks)
         self._alone = self._launches.apply_memory()
         self._order = StreamOrder(driver)
         self._marks = StepMarks(driver.host_block(2)) if has_fused_step else None
@@ -87,6 +103,21 @@ class DeviceStore:
         # A kernel may be loaded at its first launch, which must not be inside a capture.
         run([self._launches.no_changes(self._launches.apply_memory())], driver.stream(None))
         driver.synchronize()  # the fills ran on whatever stream was current
+
+    def collect_findings(self) -> None:
+        """Wait for the device; then `findings` holds all that it has found."""
+        with self.driver.current():
+            self.driver.synchronize()
+            if self._records is not None and self._records.copy is not None:
+                self._records.host[:] = self.driver.download(self._records.copy)
+
+    def reset_checks(self, *, stream: int | None) -> None:
+        """Forget who wrote what: the memory was lost (R24)."""
+        if self._checker is not None:
+            with self.driver.current():
+                native, is_capturing = self._order.enter(stream)
+                refuse_capture(is_capturing, "A commit after invalidate()")
+                self.driver.fill(self._checker, 0, native)
 
     def table(self, group: int) -> Array:
         """Return a group's rows, or with -1 the filled counts, without a copy."""
@@ -188,7 +219,7 @@ class DeviceStore:
                     self._write_large(piece, first_entry, native)
 
     def put(self, values: IntArray, out: Array, *, stream: int | None) -> None:
-        """Write a host array [n] int32 into one of the device's, as a commit of n entries that lie there (R47)."""
+        """Write a host array [n] int32 into one of the device's, as a commit of n entries that lie there (R44)."""
         writes = Writes(self.config.arena, np.zeros(1, np.int64), np.array([values.size], np.int32), values)
         with self.driver.current():
             native, is_capturing = self._order.enter(stream)
@@ -361,6 +392,8 @@ class DeviceStore:
             native, is_capturing = self._order.enter(stream)
             addresses, staged = self._place(inputs_of(batch), native, is_capturing=is_capturing)
             inputs = self._launches.inputs(addresses)
+            if any(self.config.groups[group].slot_mode in ("linear", "ring") for group in chosen):
+                run(self._launches.check_requests(inputs, batch), native)
             for numbers, *slots in runs:
                 run(self._launches.map_slots(inputs, batch, *slots, groups=numbers, is_named=is_named), native)
             self._release(staged, native)

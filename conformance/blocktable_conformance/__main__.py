@@ -10,10 +10,12 @@ from pathlib import Path
 USAGE = """\
 usage: blocktable conformance NAME... [--profile small|deep] [--step-path separate|fused] [--rule RULE] [--examples N]
                               [--soak SECONDS] [--verdict FILE] [any option of pytest: -x, -k EXPRESSION, -n 4, ...]
+       blocktable conformance --engine NAME [--examples N] [--peers DIR] [--check PAGE] [--replay PAGE] [--write PAGE]
 
 Prove that backends keep the contract of docs/spec.md. NAME is an installed backend (see `blocktable backends`) or
 package.module:Class for one that is not installed. The last lines are the verdict, one for each backend; the exit
-status is 0 only where each of them passed.
+status is 0 only where each of them passed. With --engine, try the rules on an engine's own table instead
+(docs/matrix.md; --engine NAME --help says which).
 """
 
 PACKAGE = Path(__file__).parent
@@ -61,6 +63,8 @@ def pytest_arguments(argv: Sequence[str]) -> list[str] | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the suite and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if any(word.split("=")[0] == "--engine" for word in words):
+        return _try_engines(words)
     arguments = pytest_arguments(words)
     if arguments is None or "-h" in words or "--help" in words:
         print(USAGE, end="", file=sys.stderr if arguments is None else sys.stdout)
@@ -74,6 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that package.module:Class is found in the folder it is run in
     return int(pytest.main(arguments))
+
+
+def _try_engines(words: Sequence[str]) -> int:
+    if find_spec("hypothesis") is None:
+        print("--engine needs hypothesis: pip install 'blocktable[conformance]'.", file=sys.stderr)
+        return 2
+    from blocktable_conformance.engines.__main__ import main as try_engines
+
+    return try_engines(words)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blocktable import Finding
 from blocktable_conformance.oracle import Geometry, OracleTable
@@ -126,3 +126,48 @@ def _in_group(oracle: OracleTable, group: int, tokens: Sequence[Token]) -> list[
         slots[slot] = token
     kept = found.values()
     return [each for each in kept if shape.sliding_window is None or each[0] != "shared_block_written"]
+
+
+def expected_duplicates(
+    oracle: OracleTable, before: Sequence[Sequence[Sequence[int | None]]], operation: str, args: Sequence[Any]
+) -> list[tuple[int, int]]:
+    """Return the (group, row) in which an accepted operation's block stands twice.
+
+    Args:
+        oracle: the table after it.
+        before: [groups][rows] block ids before it; None: a hole.
+        operation, args: the call, in plain lists.
+    """
+    found = []
+    for group, shape in enumerate(oracle.shapes):
+        if shape.slot_mode != "linear" or shape.sliding_window is not None:
+            continue
+        for row, blocks in enumerate(oracle.rows[group]):
+            handed = [blocks[i] for i in _handed_in(operation, args, group, row, before[group][row], blocks)]
+            if any(block is not None and blocks.count(block) > 1 for block in handed):
+                found.append((group, row))
+    return found
+
+
+def _handed_in(
+    operation: str,
+    args: Sequence[Any],
+    group: int,
+    row: int,
+    before: Sequence[int | None],
+    after: Sequence[int | None],
+) -> Sequence[int]:
+    """Return the places of a row whose blocks an operation handed in."""
+    if operation in ("append_row", "append_rows"):
+        return range(len(before), len(after))
+    if operation in ("set_row", "set_rows"):
+        rows = [args[0]] if operation == "set_row" else args[0]
+        return range(len(after)) if row in rows else ()
+    if operation == "replace_blocks" and (args[0], args[1]) == (row, group):
+        return range(args[2], args[2] + len(args[3] or ()))
+    if operation == "replace_block_ranges" and args[1] == group and row in args[0]:
+        place = list(args[0]).index(row)
+        return range(args[2][place], args[2][place] + args[4][place])
+    if operation == "remap_blocks" and args[0] == group:
+        return [i for i, block in enumerate(before) if block is not None and block in (args[1] or ())]
+    return ()

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import ArgumentError, BlockTableConfig, BlockTableError, Finding, StepBuffers
+from blocktable import (
+    ArgumentError,
+    BlockTableConfig,
+    BlockTableError,
+    CheckMode,
+    ConfigError,
+    Finding,
+    StepBuffers,
+    UnsupportedError,
+)
 from blocktable_conformance.asserts import check, check_array, check_slots, check_table, fail, joined
 from blocktable_conformance.oracle import OracleTable, Refused, Slot, Table
-from blocktable_conformance.oracle_findings import COMPARED, expected_findings, summary
+from blocktable_conformance.oracle_findings import (
+    COMPARED,
+    Summary,
+    expected_duplicates,
+    expected_findings,
+    summary,
+)
 from blocktable_conformance.subject import HostArray, Subject, address
 
 RULES_OF_REFUSALS = {"RowCapacityError": "R6", "RowIndexError": "R7", "DtypeError": "R7", "ArgumentError": "R4, R7"}
@@ -92,7 +107,8 @@ class Pair:
     Args:
         subject: the backend under test.
         config: the geometry.
-        is_checked: whether the table is checked in host mode; then each step's findings are compared, too.
+        mode: how the table is checked; then each step's findings are compared, too. What "device" refuses, such as a
+            group that does not say how many blocks it has, is checked in host mode.
 
     Attributes:
         table: the table of the backend under test.
@@ -101,13 +117,18 @@ class Pair:
         findings: of the checker, in order; nothing is raised.
     """
 
-    def __init__(self, subject: Subject, config: BlockTableConfig, *, is_checked: bool = False) -> None:
+    def __init__(self, subject: Subject, config: BlockTableConfig, *, mode: CheckMode = "off") -> None:
         self.subject = subject
         self.config = config
         self.findings: list[Finding] = []
-        options: dict[str, Any] = {"check": "host", "on_finding": self.findings.append} if is_checked else {}
-        self.table = subject.table(config, **options)
-        self._is_checked, self._is_used = is_checked, False
+        try:
+            self.table = subject.table(config, check=mode, on_finding=self.findings.append)
+        except (ConfigError, UnsupportedError):
+            if mode != "device":
+                raise
+            mode = "host"
+            self.table = subject.table(config, check=mode, on_finding=self.findings.append)
+        self._mode, self._is_used = mode, False
         self.oracle = OracleTable(config)
         self.outputs = [self._fresh(self.table.buffers)]
 
@@ -129,9 +150,16 @@ class Pair:
 
     def do(self, operation: str, *args: Any) -> None:
         """Run a row operation on both: they accept it alike or refuse it alike, and the hosts are equal after it."""
+        given = [plain(arg) for arg in args]
+        held, found = [[list(blocks) for blocks in rows] for rows in self.oracle.rows], len(self.findings)
         refused = self._refused_by_oracle(operation, args)
         raised = self._raised_by_table(operation, args)
         call = f"{operation}{args!r}"
+        if self._mode != "off":
+            expected = [] if refused else expected_duplicates(self.oracle, held, operation, given)
+            new = [each for each in self.findings[found:] if each.kind == "duplicate_block"]
+            got = sorted((each.group, each.row) for each in new)
+            check(got == expected, "R40", f"{call} hands blocks in twice in {expected}, found {got}.")
         if refused is None:
             self._is_used |= operation not in ONTO_ITSELF or args[0] != args[1]
             if raised is not None:
@@ -414,7 +442,7 @@ class Pair:
         groups: Sequence[int] | None = None,
     ) -> None:
         """Compare what was found in the last call; before: findings until then."""
-        if not self._is_checked:
+        if self._mode == "off":
             return
         mapping = range(len(query_start_loc) - 1) if idx_mapping is None else idx_mapping
         is_on_host = type(self._int32([0])) is np.ndarray
@@ -427,6 +455,10 @@ class Pair:
         )
         # In groups with a window who wrote last counts as well.
         with_windows = [g for g in self._groups() if self.oracle.shapes[g].sliding_window is not None]
+        self.table.collect_findings()
+        if self._mode == "device":
+            self._check_device_findings(before, expected, with_windows)
+            return
         got = sorted(
             summary(finding)
             for finding in self.findings[before:]
@@ -434,6 +466,20 @@ class Pair:
             and not (finding.kind == "shared_block_written" and finding.group in with_windows)
         )
         check(got == sorted(expected), "R40", f"the checker must find {sorted(expected)}, got {got}.")
+
+    def _check_device_findings(self, before: int, expected: list[Summary], with_windows: list[int]) -> None:
+        """Compare kinds, groups and rows: which of a row's tokens is named, and which of two, a device chooses."""
+
+        def places(found: Iterable[Summary]) -> set[tuple[str, int, int]]:
+            return {
+                (kind, group, -99 if kind == "slot_written_twice" else row)
+                for kind, group, row, *_ in found
+                if kind in COMPARED
+            }
+
+        got = [summary(finding) for finding in self.findings[before:]]
+        got = [each for each in got if each[0] != "shared_block_written" or each[1] not in with_windows]
+        check(places(got) == places(expected), "R40, R41", f"kernels must find {sorted(expected)}, got {sorted(got)}.")
 
     def _groups(self) -> range:
         return range(len(self.config.groups))

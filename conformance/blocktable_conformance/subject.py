@@ -66,8 +66,8 @@ class Watch:
     lent: weakref.ref[HostArray] | None = None
 
     def before(self, name: str, args: tuple[Any, ...]) -> None:
-        """Note one call of the store."""
-        self.launches += 1
+        """Note one call of the store; a write of nothing prepares a later one (R21)."""
+        self.launches += name != "write" or args[0].num_ranges > 0
         if name not in ("write", "commit", "step", "run_step"):
             return
         if self.fail_next_write is not None:

@@ -77,6 +77,8 @@ def test_declared_capabilities_have_code_behind_them(subject_once: Subject) -> N
         ("exports", "export"),
         ("exports", "reset_export"),
         ("export_parts", "map_positions"),
+        ("device_checks", "collect_findings"),
+        ("device_checks", "reset_checks"),
     ):
         declared = subject_once.declares(capability)
         check(
@@ -138,6 +140,16 @@ def test_streams_are_refused_where_not_declared(subject: Subject) -> None:
         ):
             must_be_refused("R22", f"stream={stream}", partial(call, stream=stream))
     check(subject.watch.launches == launches, "R22", "something was launched, or committed, before the refusal.")
+
+
+def test_checks_of_kernels_are_refused_where_not_declared(subject_once: Subject) -> None:
+    """Without `device_checks` a table is not checked by kernels, and says so.
+
+    Rules: R41.
+    """
+    require_absence(subject_once, "device_checks")
+    config = small_config(KVCacheGroup(block_size=4, num_blocks=8))
+    must_be_refused("R41", 'check="device"', lambda: subject_once.table(config, check="device"))
 
 
 def test_exports_of_parts_are_refused_where_not_declared(subject_once: Subject) -> None:

@@ -222,3 +222,63 @@ def test_no_array_of_a_step_is_kept(subject: Subject, device: bool) -> None:
     with without_collector():
         kept = [reference() is not None for reference in step(3) + step(2)]
     check(not any(kept), "R17", f"of the 8 arrays of two steps {sum(kept)} are kept after them.")
+
+
+def device_inputs(subject: Subject, *inputs: list[int]) -> list[Any]:
+    """Return idx_mapping, query_start_loc and positions on the device."""
+    return [
+        subject.device_array(values, dtype) for values, dtype in zip(inputs, ("int32", "int32", "int64"), strict=True)
+    ]
+
+
+def require_addresses(array: Any) -> None:
+    """Skip where arrays do not say where they lie."""
+    if not any(hasattr(array, name) for name in ("data_ptr", "__array_interface__", "__cuda_array_interface__")):
+        pytest.skip(f"{type(array).__name__} says no address.")
+
+
+def test_an_input_inside_what_a_call_writes_is_refused(subject: Subject) -> None:
+    """Slots given as positions, batch tables as rows: before anything is launched, also after right steps of that form.
+
+    Rules: R17.
+    """
+    pair = make(subject, B4, rows=ROWS)
+    right = device_inputs(subject, [1], [0, 2], [4, 5])
+    table: Any = pair.table
+    buffers = table.buffers
+    require_addresses(buffers.slot_mappings[0])
+    positions, rows = buffers.slot_mappings[0][:2], buffers.block_tables[0].reshape(-1)[:1]
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("a step", lambda: table.step(*right[:2], positions)),
+        ("a step", lambda: table.step(rows, *right[1:])),
+        ("slots", lambda: table.compute_slot_mappings(*right[:2], positions)),
+        ("a gather", lambda: table.gather(rows)),
+        ("slots", lambda: table.compute_slot_mappings(*right, out=[right[2]])),
+    ]
+    for inputs in (right, device_inputs(subject, [1], [0, 2], [4, 5])):
+        check_values(slots_of(pair, *inputs), [32, 33], "R12", "the slots")
+    pair.do("append_row", 0, [6])
+    for name, call in calls:
+        launches = subject.watch.launches
+        with must_raise(ArgumentError, "R17", f"{name} that reads what it writes"):
+            call()
+        check(subject.watch.launches == launches, "R17", f"{name} was launched before the refusal.")
+    check_values(slots_of(pair, *right), [32, 33], "R12", "the slots")
+
+
+def test_outputs_that_overlap_are_refused(subject: Subject) -> None:
+    """The slots of two groups, one entry of which is the same.
+
+    Rules: R17.
+    """
+    pair = make(subject, B4, B4, rows=[[[2], [9]]])
+    inputs = device_inputs(subject, [0], [0, 2], [1, 2])
+    pair.commit()
+    memory = subject.device_array([77] * 9, "int64")
+    require_addresses(memory)
+    launches = subject.watch.launches
+    with must_raise(ArgumentError, "R17", "two outputs that share an entry"):
+        pair.table.compute_slot_mappings(*inputs, out=[memory[:5], memory[4:]])
+    check(subject.watch.launches == launches, "R17", "something was launched before the refusal.")
+    pair.table.compute_slot_mappings(*inputs, out=[memory[:5], memory[5:]])
+    check_values(subject.to_host(memory), [9, 10, PAD, PAD, PAD, 37, 38, PAD, PAD], "R17", "both outputs")

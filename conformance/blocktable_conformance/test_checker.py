@@ -8,8 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktable import ArgumentError, BlockTable, BlockTableConfig, CheckError, ContextParallel, Finding, KVCacheGroup
-from blocktable_conformance.asserts import check
+from blocktable import (
+    ArgumentError,
+    BlockTable,
+    BlockTableConfig,
+    BlockTableError,
+    CheckError,
+    ContextParallel,
+    Finding,
+    KVCacheGroup,
+)
+from blocktable_conformance.asserts import check, must_raise
+from blocktable_conformance.captures import Streams
 from blocktable_conformance.subject import Subject
 
 B4 = KVCacheGroup(block_size=4)
@@ -690,3 +700,27 @@ def test_why_names_the_clause(subject_once: Subject) -> None:
         what = f"why({row}, {group}, {position}): {reason}"
         check((reason.clause, reason.slot) == (clause, slot), "R13", f"{what}, expected {clause}, {slot}")
         check(reason.message.endswith("."), "R38", what)
+
+
+def test_host_mode_is_refused_on_a_capturing_stream(subject: Subject) -> None:
+    """Steps, gathers, slots and exports say so; the capture ends well, and eager calls go on.
+
+    Rules: R39.
+    """
+    streams = Streams(subject)
+    engine, stream = Engine(subject, rows=[[5]]), streams.create()
+    arrays = engine.arrays([0], [0, 1], [0])
+    engine.table.step(*arrays, stream=stream)
+    streams.synchronize()
+    calls: list[Call] = [
+        lambda: engine.table.step(*arrays, stream=stream),
+        lambda: engine.table.compute_slot_mappings(*arrays, stream=stream),
+        lambda: engine.table.gather(arrays[0], stream=stream),
+    ]
+    with streams.capture(stream):
+        for call in calls:
+            with must_raise(BlockTableError, "R39", "a checked call on a capturing stream") as raised:
+                call()
+            check('check="device"' in raised.message, "R39", raised.message)
+    engine.table.step(*arrays, stream=stream)
+    engine.right()

@@ -66,12 +66,18 @@ class RightEngine:
         seed: of what happens.
         keeps_passed: whether rows keep blocks that a window has passed, though they go to others.
         options: of the table's config.
+
+    Attributes:
+        mode: how the table is checked.
     """
 
+    mode = "host"
+
     def __init__(self, subject: Subject, seed: int, *, keeps_passed: bool = False, **options: Any) -> None:
-        sizes: dict[str, Any] = {"max_num_reqs": MAX_ROWS + 1, "max_num_batched_tokens": MAX_TOKENS, "max_model_len": MAX_LEN}
-        self.config = BlockTableConfig(**sizes, **options)
-        self.table: BlockTable = subject.table(self.config, check="host")
+        self.config = BlockTableConfig(
+            max_num_reqs=MAX_ROWS + 1, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN, **options
+        )
+        self.table: BlockTable = subject.table(self.config, check=self.mode)
         self.subject, self.random, self.keeps_passed = subject, random.Random(seed), keeps_passed
         self.requests: dict[int, Request] = {}
         pools = [group.pool or str(index) for index, group in enumerate(self.config.groups)]

@@ -1,4 +1,4 @@
-"""Packets between tables, over a backend: what was applied reaches the device with the next commit (R48-R50)."""
+"""Packets between tables, over a backend: what was applied reaches the device with the next commit (R45-R47)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make(subject: Subject) -> BlockTable:
 
 
 def test_packets_reach_the_device_with_the_next_step(subject: Subject) -> None:
-    """The sender commits when it likes; a packet that is lost is refused by its number. Rules: R9.1, R48, R49, R50."""
+    """The sender commits when it likes; a packet that is lost is refused by its number. Rules: R9.1, R45, R46, R47."""
     sender, receiver = make(subject), make(subject)
     batch = np.array([2, 0], np.int32), np.array([0, 1, 3], np.int32), np.array([9, 0, 5], np.int64)
     changes: tuple[Callable[[], None], ...] = (
@@ -35,17 +35,17 @@ def test_packets_reach_the_device_with_the_next_step(subject: Subject) -> None:
     for number, change in enumerate(changes):
         change()
         receiver.apply_changes(sender.pack_changes())
-        check(receiver.digest() == sender.digest(), "R50", f"the digests differ after change {number}.")
+        check(receiver.digest() == sender.digest(), "R47", f"the digests differ after change {number}.")
         expected, got = sender.step(*batch), receiver.step(*batch)
         sender.verify()
         receiver.verify()
         for group in range(2):
             same = subject.to_host(expected.slot_mappings[group]) == subject.to_host(got.slot_mappings[group])
-            check(same.all(), "R49", f"slots of group {group} differ after change {number}.")
+            check(same.all(), "R46", f"slots of group {group} differ after change {number}.")
     sender.pack_changes()
     try:
         receiver.apply_changes(sender.pack_changes())
     except ChangesError as error:
-        check("is missing" in str(error), "R49", f"the refusal must say what is missing, got: {error}")
+        check("is missing" in str(error), "R46", f"the refusal must say what is missing, got: {error}")
     else:
-        check(False, "R49", "a lost packet was not noticed.")
+        check(False, "R46", "a lost packet was not noticed.")

@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from blocktable import BlockTableConfig
+from blocktable import BlockTableConfig, CheckMode
 from blocktable_conformance import profiles
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.strategies import (
@@ -44,11 +44,11 @@ class TableHistory(RuleBasedStateMachine):
         data=st.data(),
         config=configs(),
         is_empty=st.sampled_from([True, False, False, False]),
-        is_checked=st.booleans(),
+        mode=st.sampled_from(["off", "host", "device", "device"]),
     )
-    def start(self, data: st.DataObject, config: BlockTableConfig, is_empty: bool, is_checked: bool) -> None:
+    def start(self, data: st.DataObject, config: BlockTableConfig, is_empty: bool, mode: CheckMode) -> None:
         """Begin with a table of any geometry: empty, or with blocks in every row; checked or not."""
-        self.pair = Pair(self.subject, config, is_checked=is_checked)
+        self.pair = Pair(self.subject, config, mode=mode)
         self.config = config
         self.shapes = self.pair.oracle.shapes
         self.num_rows = config.num_rows

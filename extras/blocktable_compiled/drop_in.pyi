@@ -1,5 +1,3 @@
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,7 +9,5 @@ def append_equally(
     num_rows: int,
     mirror: npt.NDArray[np.int32],
     offsets: npt.NDArray[np.int64],
-    lengths: npt.NDArray[Any],
-    values: npt.NDArray[np.int32],
-    size: int,
+    lengths: npt.NDArray[np.int64],
 ) -> int: ...

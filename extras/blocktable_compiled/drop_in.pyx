@@ -28,8 +28,6 @@ def append_equally(
     cnp.ndarray mirror not None,
     cnp.ndarray offsets not None,
     cnp.ndarray lengths not None,
-    cnp.ndarray values not None,
-    int64_t size,
 ):
     """Add blocks to rows of all groups, for the tables of a drop-in, which has checked that there is room.
 
@@ -42,29 +40,25 @@ def append_equally(
         tables: [num_groups, 3] int64: table_start, width, blocks_per_kv_block.
         num_rows: rows of the table.
         mirror: [arena.size] int32, written; its entries may be any int32.
-        offsets: [journal_size] int64. A journal, written.
-        lengths: [journal_size] int64 or int32.
-        values: [n * num_groups + columns appended] int32, written: what the new ranges hold; or [0].
-        size: ranges in the journal.
+        offsets: [>= 2 * n * num_groups] int64, written. First entry of each range that has changed.
+        lengths: the same.
 
     Returns:
-        The journal's size; -1 with nothing changed where it has no room.
+        How many ranges there are.
     """
     cdef int64_t n = cnp.PyArray_SIZE(rows), num_groups = cnp.PyArray_DIM(tables, 0), g, i, j, part
-    cdef int64_t next_range = size + n * num_groups, next_value = n * num_groups, next_count = 0
-    cdef bint has_values = cnp.PyArray_SIZE(values) > 0, are_short = cnp.PyArray_TYPE(lengths) == cnp.NPY_INT32
+    cdef int64_t size = 0, next_range = n * num_groups
     cdef int64_t* row_of = <int64_t*>cnp.PyArray_DATA(rows)
     cdef int64_t* count_of = <int64_t*>cnp.PyArray_DATA(counts)
     cdef int32_t* id_of = <int32_t*>cnp.PyArray_DATA(ids)
     cdef int64_t* table = <int64_t*>cnp.PyArray_DATA(tables)
     cdef int32_t* entries = <int32_t*>cnp.PyArray_DATA(mirror)
     cdef int64_t* offset = <int64_t*>cnp.PyArray_DATA(offsets)
-    cdef char* length = <char*>cnp.PyArray_DATA(lengths)
-    cdef int32_t* value = <int32_t*>cnp.PyArray_DATA(values)
-    cdef int64_t row, count, cell, entry, k, first_id, range_of
+    cdef int64_t* length = <int64_t*>cnp.PyArray_DATA(lengths)
+    cdef int64_t row, count, cell, entry, k, first_id
     cdef vector[Place] order  # rows ascending, with the first id of each
-    if size + 2 * n * num_groups > cnp.PyArray_SIZE(offsets):
-        return -1
+    if min(cnp.PyArray_SIZE(offsets), cnp.PyArray_SIZE(lengths)) < 2 * n * num_groups:
+        raise ValueError("offsets and lengths have no room")
     order.reserve(n)
     first_id = 0
     for i in range(n):
@@ -81,25 +75,14 @@ def append_equally(
             row, j = order[i].row, order[i].index
             count, cell = count_of[j], g * num_rows + row
             entry = table[3 * g] + row * table[3 * g + 1] + entries[cell]
-            for range_of in range(2):
-                part = next_range if range_of else size
-                offset[part] = entry if range_of else cell
-                if are_short:
-                    (<int32_t*>length)[part] = <int32_t>(count * k if range_of else 1)
-                else:
-                    (<int64_t*>length)[part] = count * k if range_of else 1
+            offset[size], length[size] = cell, 1
+            offset[next_range], length[next_range] = entry, count * k
             size += 1
             next_range += 1
             first_id = first_ids[j] * num_groups + g * count
             for j in range(first_id, first_id + count):
                 for part in range(k):
                     entries[entry] = <int32_t>(<int64_t>id_of[j] * k + part)
-                    if has_values:
-                        value[next_value] = entries[entry]
-                        next_value += 1
                     entry += 1
             entries[cell] += <int32_t>(count * k)
-            if has_values:
-                value[next_count] = entries[cell]
-                next_count += 1
     return next_range

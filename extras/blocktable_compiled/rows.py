@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import BlockTableConfig
-from blocktable.rows import NumpyRows
+from blocktable import Arena, BlockTableConfig
+from blocktable.rows import MAX_INT32, MAX_RANGE, NumpyRows
+from blocktable_compiled.checks import TokenCheck
 from blocktable_compiled.drop_in import append_equally
 from blocktable_compiled.journal import CompiledJournal
 from blocktable_compiled.operations import Operations
@@ -25,6 +27,7 @@ class CompiledRows(NumpyRows):
     journal: CompiledJournal
     journal_type = CompiledJournal
     append_equally = staticmethod(append_equally)
+    token_check = TokenCheck
 
     def __init__(self, config: BlockTableConfig) -> None:
         super().__init__(config)
@@ -33,6 +36,18 @@ class CompiledRows(NumpyRows):
         ids = (self._id_limits, self._null_ids, [group.allow_null for group in config.groups], arena.fillers)
         geometry = np.column_stack((*sizes, *ids)).astype(np.int64)
         self._operations = Operations(self._mirror, geometry, arena.num_rows, self.journal)
+
+    @staticmethod
+    def make_journal(
+        arena: Arena, mirror: IntArray, capacity: int
+    ) -> tuple[CompiledJournal, Callable[[IntArray], tuple[int, int]]]:
+        """Return a journal of an arena's changes, and what packs them (`CompiledChanges`)."""
+        journal, number = CompiledJournal(capacity), arena.num_groups
+        columns = [(1,) * number, arena.widths, (MAX_INT32,) * number, (0,) * number, (1,) * number, arena.fillers]
+        geometry = np.column_stack((arena.group_offsets, arena.widths, *columns)).astype(np.int64)
+        pack = Operations(mirror, geometry, arena.num_rows, journal).pack_changes
+        most = MAX_RANGE if arena.size <= MAX_INT32 else -1
+        return journal, lambda block: pack(block, most)
 
     @property
     def mirror(self) -> IntArray:

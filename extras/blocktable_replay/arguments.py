@@ -25,7 +25,8 @@ examples:
   blocktable replay trace.csv --context-parallel world_size=4,rank=1,interleave_size=16
   torchrun --nproc-per-node 4 -m blocktable replay trace.csv --ranks 4 --context-parallel interleave_size=16
 
-Exit status: 0 when every entry was right, 1 when one was not, 2 for a wrong call or a trace that cannot be read.
+Exit status: 0 when every entry was right, 1 when one was not or the engine made a mistake of severity "raise", 2 for a
+wrong call or a trace that cannot be read.
 """
 
 
@@ -57,6 +58,13 @@ def make_parser(exercise: str) -> Parser:
     add("--json", metavar="FILE", help="write the numbers as JSON (docs/replay.md describes it)")
     add("--record", metavar="FILE", help="write every call of the first backend's table, to replay it again (.btrace)")
     add("--quiet", action="store_true", help="no progress")
+    add(
+        "--check",
+        choices=("off", "host"),
+        default="host",
+        help="host: look for mistakes of the engine that makes these calls, too, in a numpy table of its own "
+        "(default: host)",
+    )
     return parser
 
 
@@ -132,7 +140,7 @@ def _add_schedule(parser: Parser) -> None:
         ("sleep-every", "every N-th step the device loses its memory, and gets all of it again (default: 0, never)"),
         ("dummy-every", "every N-th step is a dummy step (default: 0, never)"),
     ):
-        add(f"--{name}", type=_COUNT_OR_NONE, metavar="N", help=what)
+        add(f"--{name}", type=COUNT_OR_NONE, metavar="N", help=what)
 
 
 def _add_trace(parser: Parser) -> None:
@@ -187,7 +195,7 @@ def _seconds(text: str) -> float:
 
 
 _COUNT = _number(int, lambda number: 1 <= number < 2**31, "whole number from 1 to 2**31 - 1")
-_COUNT_OR_NONE = _number(int, lambda number: 0 <= number < 2**31, "whole number from 0 to 2**31 - 1")
+COUNT_OR_NONE = _number(int, lambda number: 0 <= number < 2**31, "whole number from 0 to 2**31 - 1")
 _POSITIVE = _number(float, lambda number: 0 < number < math.inf, "number above 0")
 _TIME = _number(
     _seconds,

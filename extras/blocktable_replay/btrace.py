@@ -1,29 +1,34 @@
-"""The `.btrace` format: calls of a `BlockTable` as frames, packed in chunks (docs/recording.md).
+"""The format of recordings: JSON lines in members of a gzip file, one line a call (docs/recording.md).
 
-A file is a head, then chunks. Each chunk stands alone, so that a torn file can be read up to the tear.
+Each member stands alone and has a checksum of its own, so that a torn file can be read up to the tear.
 """
 
 from __future__ import annotations
 
+import gzip
+import inspect
 import json
-import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from binascii import Error as Base64Error
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from blocktable import BlockTableConfig, BlockTableError, ContextParallel, KVCacheGroup, ranges
+from blocktable import BlockTable, BlockTableError, IntArray, ranges
 from blocktable.observer import ROW_CALLS
 
-MAGIC = b"\x89BTRACE\n"
-VERSION = 2
+FORMAT = "blocktable recording"
+VERSION = 3
 """Grows with every change that an older reader cannot take, or that gives a file another meaning.
 
-1: before `copy_rows`, `replace_blocks`, `replace_block_ranges`, `remap_blocks` and the null blocks of each group.
+1 and 2 were binary.
 """
+
+OLD_BEGINNING = b"\x89BTRACE\n"
 
 OUTPUT_CALLS = {
     "gather": ("idx_mapping", "num_reqs_padded", "num_reqs", "num_computed_tokens", "out"),
@@ -33,44 +38,44 @@ OUTPUT_CALLS = {
         *("num_reqs_padded", "num_tokens_padded", "num_computed_tokens", "out"),
     ),
 }
-"""Calls that put something out -> the parameters that a frame's values are the arguments of."""
+"""Calls that put something out -> the parameters that a recording has."""
 
 ARRAYS = ("idx_mapping", "query_start_loc", "positions", "num_computed_tokens")
 """Those of these parameters that are arrays on the device."""
 
-# A row operation's values are its arguments, in the order of its parameters. The last three are no calls of a table.
-CALLS = (*ROW_CALLS, "commit", *OUTPUT_CALLS, "invalidate", "create_buffers", "raised", "digest", "end")
-"""Name of each frame's kind; its place is the code in the file."""
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    **{name: tuple(inspect.signature(getattr(BlockTable, name)).parameters)[1:] for name in ROW_CALLS},
+    **OUTPUT_CALLS,
+    **dict.fromkeys(("commit", "invalidate", "create_buffers"), ()),
+}
+"""Call -> its parameters, in their order."""
 
-CODES = {name: code for code, name in enumerate(CALLS)}
+ENDINGS = ("raised", "digest", "end")
+"""What a line that is no call has: how the call before it ended, or that the recording does."""
 
-_HEAD = struct.Struct("<8sII")  # magic, version, bytes of JSON; after the JSON its CRC-32
-_CRC = struct.Struct("<I")
-_CHUNK = struct.Struct("<III")  # packed bytes, unpacked bytes, CRC-32 of the packed ones
-_FRAME = struct.Struct("<BB")  # code, number of values
-_INT = struct.Struct("<Bq")
-_COUNT = struct.Struct("<BI")
-_ARRAY = struct.Struct("<BBI")  # tag, dtype, entries; or runs: then their first entries, int64, and lengths, uint32
-_MATRIX = struct.Struct("<BBII")
-
-_NONE, _INTEGER, _ONE_DIMENSION, _RUNS_OF_ONE, _SEQUENCE, _TWO_DIMENSIONS, _BYTES, _FOREIGN = range(8)
-
-_DTYPES = [np.dtype(name) for name in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")]
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_INT64_CODE = _DTYPE_CODES[np.dtype(np.int64)]
-
-_NOTHING = np.empty(0, np.int8)
-"""Stands for an empty array of a dtype that the format lacks: row operations take it, and other calls refuse both."""
+DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+NAMES = {np.dtype(name).str: name for name in DTYPES}
+"""`dtype.str`, which is found faster than a dtype -> its name in the file."""
 
 RUNS_FROM = 64
-"""Arrays of int64 this long are tried as runs of consecutive numbers: positions of a prefill are one."""
+"""Arrays this long are tried as runs of consecutive numbers: positions of a prefill are one."""
 
-MAX_CHUNK_BYTES = 1 << 30
-"""No chunk is larger, whatever a damaged file says."""
+NUMBERS_UP_TO = 16
+"""Longer arrays are written in base64: numbers that nobody will read take four times the time."""
+
+MAX_LINE = 1 << 24
+"""Characters of a line, and entries of its arrays together: a damaged file must not fill the memory."""
+
+MAX_MEMBER = 1 << 26
+"""Unpacked bytes of a member."""
 
 
 class RecordingError(BlockTableError, ValueError):
     """A recording cannot be written or read."""
+
+
+class TornError(Exception):
+    """A file ends, or is damaged, at some place: the sentence says where and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,249 +89,228 @@ class Foreign:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One frame.
-
-    Attributes:
-        name: one of `CALLS`.
-        values: its arguments: None, ints, arrays, sequences of these, `Foreign`.
-    """
-
-    name: str
-    values: tuple[Any, ...]
+# Calls to lines.
 
 
-# Frames to bytes.
+def call_line(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the line of a call."""
+    values = "".join([f',"{parameter}":{_text(value)}' for parameter, value in arguments.items()])
+    return f'{{"call":"{name}"{values}}}\n'
 
 
-def put_frame(buffer: bytearray, name: str, values: Sequence[Any]) -> None:
-    """Append one frame."""
-    buffer += _FRAME.pack(CODES[name], len(values))
-    for value in values:
-        _put(buffer, value)
+def ending_line(name: str, value: Any) -> str:
+    """Return a line that is no call; `name` is one of `ENDINGS`."""
+    return f'{{"{name}":{json.dumps(value)}}}\n'
 
 
-def _put(buffer: bytearray, value: Any) -> None:
-    if type(value) is np.ndarray and (code := _DTYPE_CODES.get(value.dtype)) is not None and value.ndim in (1, 2):
-        _put_array(buffer, value, code)
+def _text(value: Any) -> str:
+    """Return an argument as JSON. The order of the questions is that of how often they are asked."""
+    kind = type(value)
+    if kind is np.ndarray:
+        if (dtype := NAMES.get(value.dtype.str)) is not None and value.ndim in (1, 2):
+            return _array_text(value, dtype)
+        if value.shape == (0,):  # row operations take it whatever its dtype, and other calls refuse both
+            return '{"int8":[]}'
     elif value is None:
-        buffer.append(_NONE)
-    elif isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
-        buffer += _INT.pack(_INTEGER, value)
-    elif isinstance(value, bytes):
-        buffer += _COUNT.pack(_BYTES, len(value))
-        buffer += value
+        return "null"
+    elif isinstance(value, int | np.integer) and kind is not bool and -(2**63) <= value < 2**63:
+        return str(int(value))
     elif isinstance(value, list | tuple | range):
-        _put_sequence(buffer, value)
-    elif type(value) is np.ndarray and value.shape == (0,):
-        _put_array(buffer, _NOTHING, _DTYPE_CODES[_NOTHING.dtype])
-    else:
-        _put_foreign(buffer, value)
+        if set(map(type, value)) == {int} and all(-(2**63) <= item < 2**63 for item in value):
+            return str(list(value))
+        return f"[{','.join(map(_text, value))}]"
+    text = value.text if kind is Foreign else f"{kind.__name__} {value!r}"
+    return json.dumps({"foreign": text[:200]})
 
 
-def _put_array(buffer: bytearray, array: np.ndarray[Any, Any], code: int) -> None:
+def _array_text(array: IntArray, dtype: str) -> str:
     if array.ndim == 2:
-        buffer += _MATRIX.pack(_TWO_DIMENSIONS, code, *array.shape)
-    elif array.size >= RUNS_FROM and array.itemsize == 8 and (runs := _runs(array)) is not None:
-        starts, lengths = runs
-        buffer += _ARRAY.pack(_RUNS_OF_ONE, code, starts.size)
-        buffer += starts.tobytes() + lengths.tobytes()
-        return
-    else:
-        buffer += _ARRAY.pack(_ONE_DIMENSION, code, array.size)
-    buffer += array.tobytes()
+        return f'{{"{dtype}":{_entries_text(array.ravel())},"shape":{list(array.shape)}}}'
+    if array.size >= RUNS_FROM and (runs := _runs(array)) is not None:
+        return f'{{"{dtype}":{_entries_text(runs[0])},"lengths":{_entries_text(runs[1])}}}'
+    return f'{{"{dtype}":{_entries_text(array)}}}'
 
 
-def _runs(array: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Return first entries and lengths of the runs of consecutive numbers, where these take less room."""
-    values = array.view(np.int64) if array.flags.c_contiguous else array.astype(np.int64)
-    firsts = np.flatnonzero(values[1:] - values[:-1] != 1) + 1
-    if 2 * firsts.size >= values.size:
+def _entries_text(array: IntArray) -> str:
+    if array.size <= NUMBERS_UP_TO:
+        return str(array.tolist())
+    return f'"{b2a_base64(np.ascontiguousarray(array).data, newline=False).decode()}"'
+
+
+def _runs(array: IntArray) -> tuple[IntArray, IntArray] | None:
+    """Return first entries, and lengths as int64, of the runs of consecutive numbers, where these take less room."""
+    (ends,) = (array[1:] - array[:-1] != 1).nonzero()
+    if 4 * ends.size >= array.size:
         return None
-    firsts = np.concatenate(([0], firsts))
-    return values[firsts], np.diff(firsts, append=values.size).astype(np.uint32)
+    edges = np.concatenate(((0,), ends + 1, (array.size,)))
+    return array[edges[:-1]], edges[1:] - edges[:-1]
 
 
-def _put_sequence(buffer: bytearray, values: Sequence[Any]) -> None:
-    if values and set(map(type, values)) == {int} and all(-(2**63) <= value < 2**63 for value in values):
-        _put_array(buffer, np.array(values, np.int64), _INT64_CODE)
-        return
-    buffer += _COUNT.pack(_SEQUENCE, len(values))
-    for value in values:
-        _put(buffer, value)
+# Lines to calls.
 
 
-def _put_foreign(buffer: bytearray, value: Any) -> None:
-    text = (value.text if isinstance(value, Foreign) else f"{type(value).__name__} {value!r}")[:200].encode()
-    buffer += _COUNT.pack(_FOREIGN, len(text))
-    buffer += text
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Return what a line says: a call with its arguments in the order of its parameters, or one of `ENDINGS`.
+
+    Raises:
+        TornError: it is no line of a recording.
+    """
+    if len(line) > MAX_LINE:
+        raise TornError(f"the line is longer than {MAX_LINE} characters")
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TornError(f"the line is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise TornError("the line is no JSON object")
+    name = data.get("call")
+    if name is None:
+        return _ending(data)
+    parameters = PARAMETERS.get(name) if isinstance(name, str) else None
+    if parameters is None:
+        raise TornError(f"there is no call {_short(name)}")
+    if len(data) != len(parameters) + 1 or not all(map(data.__contains__, parameters)):
+        raise TornError(f"{name} has the arguments {', '.join(parameters) or 'none'}, not {_short([*data][1:])}")
+    room = [MAX_LINE]
+    call = {"call": name} | {parameter: _value(data[parameter], room) for parameter in parameters}
+    if name in OUTPUT_CALLS:
+        _check_outputs(call)
+    return call
 
 
-# Bytes to frames.
+def _ending(data: dict[str, Any]) -> dict[str, Any]:
+    raised = data.get("raised")
+    if data == {"end": True} or (len(data) == 1 and isinstance(raised, str) and raised.isidentifier()):
+        return data
+    try:
+        if len(data) == 1 and len(digest := bytes.fromhex(data["digest"])) == 16:
+            return {"digest": digest}
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise TornError(f"the line is neither a call nor one of {', '.join(ENDINGS)}")
 
 
-def frames_of(chunk: bytes) -> Iterator[Frame]:
-    """Yield the frames of an unpacked chunk."""
-    place = 0
-    while place < len(chunk):
-        code, count = _FRAME.unpack_from(chunk, place)
-        values, place = _take_sequence(chunk, place + _FRAME.size, count)
-        yield Frame(CALLS[code], tuple(values))
+def _value(data: Any, room: list[int]) -> Any:
+    """Return an argument. room: entries that the line's arrays may still have."""
+    if data is None or (type(data) is int and -(2**63) <= data < 2**63):
+        return data
+    if isinstance(data, list):
+        if data and set(map(type, data)) == {int}:
+            return _entries(data, "int64", room)
+        return [_value(item, room) for item in data]
+    if isinstance(data, dict):
+        if isinstance(data.get("foreign"), str) and len(data) == 1:
+            return Foreign(data["foreign"])
+        for dtype in DTYPES:
+            if dtype in data:
+                return _array(data, dtype, room)
+    raise TornError(f"{_short(data)} is no argument")
 
 
-def _take(chunk: bytes, place: int) -> tuple[Any, int]:
-    tag = chunk[place]
-    if tag == _NONE:
-        return None, place + 1
-    if tag == _INTEGER:
-        return _INT.unpack_from(chunk, place)[1], place + _INT.size
-    if tag in (_ONE_DIMENSION, _TWO_DIMENSIONS, _RUNS_OF_ONE):
-        return _take_array(chunk, place, tag)
-    _, count = _COUNT.unpack_from(chunk, place)
-    place += _COUNT.size
-    if tag == _SEQUENCE:
-        return _take_sequence(chunk, place, count)
-    data = chunk[place : place + count]
-    return data if tag == _BYTES else Foreign(data.decode(errors="replace")), place + count
+def _array(data: dict[str, Any], dtype: str, room: list[int]) -> IntArray:
+    entries = _entries(data[dtype], dtype, room)
+    shape = data.get("shape")
+    if "lengths" in data and len(data) == 2:
+        return _from_runs(entries, _entries(data["lengths"], "int64", room), room)
+    if isinstance(shape, list) and list(map(type, shape)) == [int, int] and len(data) == 2:
+        if not all(0 <= size < 2**31 for size in shape) or shape[0] * shape[1] != entries.size:
+            raise TornError(f"an array of {entries.size} entries cannot have the shape {_short(shape)}")
+        return entries.reshape(shape)
+    if len(data) != 1:
+        raise TornError(f"{_short(data)} is no array")
+    return entries
 
 
-def _take_sequence(chunk: bytes, place: int, count: int) -> tuple[list[Any], int]:
-    values = []
-    for _ in range(count):
-        value, place = _take(chunk, place)
-        values.append(value)
-    return values, place
+def _from_runs(firsts: IntArray, lengths: IntArray, room: list[int]) -> IntArray:
+    if firsts.size != lengths.size or (lengths < 0).any() or (lengths > room[0]).any():
+        raise TornError("an array's runs make no sense")
+    _take(int(lengths.sum()), room)
+    return ranges(firsts.astype(np.int64), lengths).astype(firsts.dtype, copy=False)
 
 
-def _take_array(chunk: bytes, place: int, tag: int) -> tuple[np.ndarray[Any, Any], int]:
-    if tag == _RUNS_OF_ONE:
-        _, code, count = _ARRAY.unpack_from(chunk, place)
-        place += _ARRAY.size
-        starts = np.frombuffer(chunk, np.int64, count, place)
-        lengths = np.frombuffer(chunk, np.uint32, count, place + 8 * count)
-        return ranges(starts, lengths.astype(np.int64)).view(_DTYPES[code]), place + 12 * count
-    if tag == _TWO_DIMENSIONS:
-        _, code, *shape = _MATRIX.unpack_from(chunk, place)
-        place += _MATRIX.size
-    else:
-        _, code, *shape = _ARRAY.unpack_from(chunk, place)
-        place += _ARRAY.size
-    dtype = _DTYPES[code]
-    count = int(np.prod(shape))
-    return np.frombuffer(chunk, dtype, count, place).reshape(shape), place + count * dtype.itemsize
+def _entries(data: Any, dtype: str, room: list[int]) -> IntArray:
+    """Return [n] entries: numbers, or the bytes of an array in base64."""
+    try:
+        if isinstance(data, str):
+            array: IntArray = np.frombuffer(a2b_base64(data, strict_mode=True), dtype)
+        elif isinstance(data, list) and set(map(type, data)) <= {int}:
+            array = np.array(data, dtype)
+        else:
+            raise TornError(f"{_short(data)} are no entries of an array")
+    except (Base64Error, ValueError, OverflowError) as error:
+        raise TornError(f"the entries of an array of {dtype} make no sense: {error}") from None
+    _take(array.size, room)
+    return array
+
+
+def _take(size: int, room: list[int]) -> None:
+    room[0] -= size
+    if room[0] < 0:
+        raise TornError(f"the line's arrays have more than {MAX_LINE} entries")
+
+
+def _check_outputs(call: dict[str, Any]) -> None:
+    """Refuse what a recorder never writes of a call that puts something out."""
+    for name in ARRAYS:
+        value = call.get(name)
+        if not (value is None or isinstance(value, Foreign) or (isinstance(value, np.ndarray) and value.ndim == 1)):
+            raise TornError(f"{name} is no [n] array")
+    out = call["out"]
+    if isinstance(out, list) and not out:
+        call["out"] = out = np.empty(0, np.int64)
+    if isinstance(out, np.ndarray) and ((out < 0).any() or out.sum(dtype=np.float64) > MAX_LINE):
+        raise TornError("out has impossible lengths")
+    if not isinstance(out, int | np.ndarray | Foreign):
+        raise TornError("out is neither the number of a set of buffers nor the lengths of arrays")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
 
 
 # Files.
 
 
-def write_head(file: IO[bytes], head: dict[str, Any]) -> None:
-    """Write what stands before the chunks."""
-    text = json.dumps(head).encode()
-    file.write(_HEAD.pack(MAGIC, VERSION, len(text)) + text + _CRC.pack(zlib.crc32(text)))
-
-
-def write_chunk(file: IO[bytes], frames: bytes | bytearray) -> None:
-    """Write one chunk, so that it can be read even if nothing comes after it."""
-    packed = zlib.compress(frames, 1)
-    file.write(_CHUNK.pack(len(packed), len(frames), zlib.crc32(packed)) + packed)
+def write_member(file: IO[bytes], lines: Sequence[str]) -> None:
+    """Write lines as one member, so that it can be read even if nothing comes after it."""
+    file.write(gzip.compress("".join(lines).encode(), 1, mtime=0))
     file.flush()
 
 
-def is_recording(path: Path) -> bool:
-    """Return whether a file begins as a recording does."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-class Recording:
-    """A recording on disk.
-
-    Args:
-        path: the file.
-
-    Attributes:
-        path: the file.
-        head: what stands before the chunks: backend, versions, configuration.
-        config: the table's configuration.
-        tear: where and how it is torn, in words; None while nothing wrong was met. Known once `frames` is at its end.
+def read_members(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield each member of a gzip file, unpacked, once its checksum is found right.
 
     Raises:
-        RecordingError: it is no recording, or one of another version.
+        TornError: the file ends, or is damaged, inside one, or one is larger than `MAX_MEMBER`.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.tear: str | None = None
-        try:
-            with path.open("rb") as file:
-                self.head: dict[str, Any] = self._read_head(file)
-                self._first_chunk = file.tell()
-        except OSError as error:
-            raise RecordingError(f"{path}: the file cannot be read: {error.strerror or error}.") from None
-        self.config: BlockTableConfig = config_from(path, self.head.get("config"))
-
-    def _read_head(self, file: IO[bytes]) -> dict[str, Any]:
-        start = file.read(_HEAD.size)
-        if len(start) < _HEAD.size or not start.startswith(MAGIC):
-            raise RecordingError(f"{self.path}: the file is no recording: it does not begin with {MAGIC!r}.")
-        _, version, size = _HEAD.unpack(start)
-        if version != VERSION:
-            raise RecordingError(
-                f"{self.path}: the recording has version {version}, this blocktable reads version {VERSION}; use the "
-                "blocktable that wrote it."
-            )
-        text, crc = file.read(size), file.read(_CRC.size)
-        if len(crc) < _CRC.size or _CRC.unpack(crc)[0] != zlib.crc32(text):
-            raise RecordingError(f"{self.path}: the recording's head is torn or damaged; nothing in it can be read.")
-        head: dict[str, Any] = json.loads(text)
-        return head
-
-    def frames(self) -> Iterator[Frame]:
-        """Yield every frame up to the end, or up to the tear."""
-        self.tear = "it has no end mark: whoever wrote it did not close it"
-        with self.path.open("rb") as file:
-            file.seek(self._first_chunk)
+    data, start = b"", 0
+    while data := data or file.read(1 << 16):
+        inflate, parts, size = zlib.decompressobj(31), list[bytes](), 0  # 31: a gzip member
+        while True:
             try:
-                for chunk in _chunks(file):
-                    for frame in frames_of(chunk):
-                        if frame.name == "end":
-                            self.tear = None
-                            return
-                        yield frame
-            except _TornError as torn:
-                self.tear = str(torn)
+                parts.append(inflate.decompress(data, MAX_MEMBER + 1 - size))
+            except zlib.error:
+                raise TornError(f"byte {start}: a chunk is damaged") from None
+            size += len(parts[-1])
+            if size > MAX_MEMBER:
+                raise TornError(f"byte {start}: a chunk has more than {MAX_MEMBER} bytes")
+            if inflate.eof:
+                break
+            data = inflate.unconsumed_tail or file.read(1 << 16)
+            if not data:
+                raise TornError(f"byte {start}: a chunk is cut off")
+        data = inflate.unused_data
+        start = file.tell() - len(data)
+        yield b"".join(parts)
 
 
-class _TornError(Exception):
-    """A file ends, or is damaged, inside a chunk."""
-
-
-def _chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the chunks of a file, unpacked."""
-    while start := file.read(_CHUNK.size):
-        place = file.tell() - len(start)
-        size, unpacked_size, crc = _CHUNK.unpack(start) if len(start) == _CHUNK.size else (0, -1, 0)
-        packed = file.read(size) if size <= MAX_CHUNK_BYTES else b""
-        if len(packed) < size or unpacked_size < 0:
-            raise _TornError(f"byte {place}: a chunk is cut off")
-        if zlib.crc32(packed) != crc:
-            raise _TornError(f"byte {place}: a chunk is damaged")
-        chunk = zlib.decompress(packed)
-        if len(chunk) != unpacked_size:
-            raise _TornError(f"byte {place}: a chunk is damaged")
-        yield chunk
-
-
-def config_from(path: Path, data: Any) -> BlockTableConfig:
-    """Return the configuration that a head holds."""
+def is_recording(path: Path) -> bool:
+    """Return whether a file begins as a recording does, one of an older format included."""
     try:
-        values = dict(data)
-        groups = [KVCacheGroup(**group) for group in values.pop("groups")]
-        shard = ContextParallel(**values.pop("context_parallel"))
-        return BlockTableConfig(groups=groups, context_parallel=shard, **values)
-    except (TypeError, KeyError, ValueError) as error:
-        raise RecordingError(f"{path}: the recording's configuration cannot be used: {error}.") from None
+        with path.open("rb") as file:
+            start = file.read(1 << 10)
+        first = zlib.decompressobj(31).decompress(start, 80) if start[:2] == b"\x1f\x8b" else start
+        return first.startswith(OLD_BEGINNING) or f'"{FORMAT}"'.encode() in first
+    except (OSError, zlib.error):
+        return False

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from blocktable import BlockTableConfig, get_backend
-from blocktable.cli import INTERRUPTED, UsageError, say
+from blocktable.cli import INTERRUPTED, UsageError, say, write_file
 from blocktable_replay.arguments import given_options, make_parser
-from blocktable_replay.btrace import Recording, RecordingError, is_recording
+from blocktable_replay.btrace import RecordingError, is_recording
 from blocktable_replay.lane import Lane
 from blocktable_replay.options import ReplayOptions, as_pairs
 from blocktable_replay.player import Player
 from blocktable_replay.progress import make_progress
 from blocktable_replay.ranks import Ranks
 from blocktable_replay.readers import OnBadLine, read_trace
+from blocktable_replay.recorded import Recording
 from blocktable_replay.recording import Recorder
 from blocktable_replay.result import ReplayResult
 from blocktable_replay.run import Replay, unfit_requests
-from blocktable_replay.summary import as_text, summarise
+from blocktable_replay.summary import as_text, has_failed, summarise
 from blocktable_replay.synthetic import EXERCISE, SHIPPED
 from blocktable_replay.traces import Trace, TraceError
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if not says_all:  # files and progress are those of rank 0
         arguments.report = arguments.json = arguments.record = None
         arguments.quiet = True
+    _check_files(arguments)
     write_page = _page_writer(arguments)
     if arguments.trace is not None and is_recording(Path(arguments.trace)):
         result = _replay_recording(arguments)
@@ -50,10 +52,10 @@ def main(argv: Sequence[str]) -> int:
     if says_all or result.num_mismatches:
         say(as_text(summary))
     if arguments.json is not None:
-        _write(arguments.json, json.dumps(summary, indent=2) + "\n")
+        write_file(arguments.json, json.dumps(summary, indent=2) + "\n")
     if write_page is not None:
-        _write(arguments.report, write_page(summary, result))
-    return MISMATCHES if result.num_mismatches else INTERRUPTED if result.was_interrupted else 0
+        write_file(arguments.report, write_page(summary, result))
+    return MISMATCHES if has_failed(summary) else INTERRUPTED if result.was_interrupted else 0
 
 
 def _exercise_in_words() -> str:
@@ -67,11 +69,15 @@ def _exercise_in_words() -> str:
     return "\n  ".join(words)
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: the file cannot be written: {error.strerror or error}.") from None
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse to write two files into one, or into the one that is read."""
+    files: dict[Path, str] = {}
+    for name in ("trace", "record", "json", "report"):
+        if (path := getattr(arguments, name)) is not None:
+            place, option = Path(path).resolve(), name.upper() if name == "trace" else f"--{name}"
+            if place in files and (place.is_file() or not place.exists()):
+                raise UsageError(f"{files[place]} and {option} are one file, {path}; give each a file of its own.")
+            files[place] = option
 
 
 def _page_writer(arguments: argparse.Namespace) -> Callable[[dict[str, Any], ReplayResult], str] | None:
@@ -90,6 +96,10 @@ def _page_writer(arguments: argparse.Namespace) -> Callable[[dict[str, Any], Rep
 def _lanes(arguments: argparse.Namespace, config: BlockTableConfig) -> list[Lane]:
     backends = [(name, get_backend(name)) for name in arguments.backend or ["numpy"]]
     return [Lane(name, backend, config, arguments.device) for name, backend in backends]
+
+
+def _checker(arguments: argparse.Namespace, config: BlockTableConfig) -> Lane | None:
+    return None if arguments.check == "off" else Lane("checker", get_backend("numpy"), config, check="host")
 
 
 # A trace.
@@ -111,9 +121,9 @@ def _replay_trace(arguments: argparse.Namespace) -> ReplayResult:
     trace = _fitting(_read(arguments), options, arguments.on_bad_line)
     progress = make_progress(len(trace), "requests", is_quiet=arguments.quiet)
     try:
-        path = arguments.record
+        path, checker = arguments.record, _checker(arguments, config)
         with nullcontext() if path is None else Recorder(lanes[0].table, path) as recorder:
-            result = Replay(trace, options, lanes, recorder, ranks).run(progress, arguments.max_steps)
+            result = Replay(trace, options, lanes, recorder, checker, ranks).run(progress, arguments.max_steps)
     finally:
         progress.close()
     if ranks is not None:
@@ -170,10 +180,10 @@ def _replay_recording(arguments: argparse.Namespace) -> ReplayResult:
     lanes = _lanes(arguments, recording.config)
     progress = make_progress(None, "steps", is_quiet=arguments.quiet)
     try:
-        result = Player(recording, lanes).run(progress, arguments.max_steps)
+        result = Player(recording, lanes, _checker(arguments, recording.config)).run(progress, arguments.max_steps)
     finally:
         progress.close()
-    if not result.counters["steps"]:
+    if not (result.counters["steps"] or result.was_interrupted):
         reason = f": {recording.tear}" if recording.tear else ""
         raise RecordingError(f"{recording.path}: the recording holds no step{reason}.")
     return result

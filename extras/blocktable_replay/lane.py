@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from blocktable import (
     BlockTable,
     BlockTableConfig,
     BlockTableError,
+    CheckError,
+    Finding,
     IntArray,
     StepBuffers,
     Writes,
@@ -27,6 +30,9 @@ from blocktable_replay.digest import output_digest
 from blocktable_replay.result import Findings
 
 T = TypeVar("T")
+
+MAX_KEPT = 64
+"""Findings of the checker that are kept: the first ones. All are counted."""
 
 LOST = 1
 """What memory holds after a sleep: wrong, but no count that leads a kernel outside of its arrays."""
@@ -55,17 +61,27 @@ class Lane:
         backend: the backend.
         config: the table's configuration.
         device: what the backend calls a device. None: its default.
+        check: whether its table looks for the engine's own mistakes.
 
     Attributes:
         table: the table.
-        findings: what was wrong so far.
+        findings: what the backend got wrong so far.
+        engine_findings: the first mistakes of the engine's that its table found.
+        num_engine_findings: kind -> how many it found.
         host_us: microseconds of host time of each step: row operations, commit, gather and slots.
         bytes_sent: bytes that each step's commit sent.
         slot_digest: of all slots so far, the same for every order of the requests in a batch.
         output_digest: of all outputs so far, bit for bit; empty where nobody asked for it.
     """
 
-    def __init__(self, name: str, backend: Backend, config: BlockTableConfig, device: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        config: BlockTableConfig,
+        device: str | None = None,
+        check: Literal["off", "host"] = "off",
+    ) -> None:
         self.name = name
         self.backend = backend
         self.device = device
@@ -76,7 +92,12 @@ class Lane:
         self.output_digest: bytes = b""
         self._elapsed_ns = 0
         self._bytes_before = 0
-        self.table: BlockTable = self._guard("create_block_store", lambda: BlockTable(config, backend, device))
+        self.engine_findings: list[Finding] = []
+        self.num_engine_findings: Counter[str] = Counter()
+        self._raises = False
+        self.table: BlockTable = self._guard(
+            "create_block_store", lambda: BlockTable(config, backend, device, check=check, on_finding=self._hear)
+        )
         self._sets: list[StepBuffers] = [self.table.buffers]
 
     @property
@@ -130,17 +151,25 @@ class Lane:
         named, arrays = slot_sizes(self.table.config, name, arguments), out.slot_mappings
         return [arrays[group] for group in named], [slots for group, slots in enumerate(arrays) if group not in named]
 
-    def error_of(self, name: str, values: Sequence[Any]) -> str | None:
+    def error_of(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """Do a call that should fail and return the name of its error; None where it does not fail."""
         method = getattr(self.table, name)
+        self._raises = True
         try:
-            if name in OUTPUT_CALLS:
-                method(**self._on_device(dict(zip(OUTPUT_CALLS[name], values, strict=True))))
-            else:
-                method(*values)
+            method(**(self._on_device(arguments) if name in OUTPUT_CALLS else arguments))
         except Exception as error:
             return type(error).__name__
+        finally:
+            self._raises = False
         return None
+
+    def _hear(self, finding: Finding) -> None:
+        """Keep a finding; it is raised where the recorded table raised one, whose call then changed nothing."""
+        self.num_engine_findings[finding.kind] += 1
+        if len(self.engine_findings) < MAX_KEPT:
+            self.engine_findings.append(finding)
+        if self._raises:
+            raise CheckError(finding.message, finding)
 
     def _on_device(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return a call's arguments as the table takes them."""
@@ -171,8 +200,8 @@ class Lane:
             return call()
         except Exception as error:
             raised = "" if isinstance(error, BlockTableError) else f"it raised {type(error).__name__}: "
-            step = len(self.host_us) + 1
-            raise BlockTableError(f"Backend {self.name!r} failed in {what} at step {step}: {raised}{error}") from error
+            step, reason = len(self.host_us) + 1, " ".join(str(error).split())
+            raise BlockTableError(f"Backend {self.name!r} failed in {what} at step {step}: {raised}{reason}") from error
 
     # Outputs.
 

@@ -10,7 +10,16 @@ import matplotlib as mpl
 
 from blocktable_replay.plots import draw_all
 from blocktable_replay.result import ReplayResult
-from blocktable_replay.summary import findings, headline, label, shown, side_by_side, verdict
+from blocktable_replay.summary import (
+    finding_rows,
+    has_failed,
+    headline,
+    label,
+    shown,
+    side_by_side,
+    verdict,
+    wrong_entries,
+)
 
 STYLE = """
 :root { color-scheme: light; --ink: #1f2933; --soft: #66727f; --line: #e2e6eb; --paper: #fff; --wash: #f5f7f9; }
@@ -48,13 +57,14 @@ def make_page(summary: dict[str, Any], result: ReplayResult) -> str:
         summary: the numbers, as `summarise` returns them.
         result: what they were made from, for the plots.
     """
-    status = "failed" if summary["mismatches"] else "ok"
+    status = "failed" if has_failed(summary) else "ok"
     parts = [
         "<h1>blocktable replay</h1>",
         f"<p>{escape(headline(summary))}</p>",
         f'<div class="verdict {status}" id="verdict">{escape(verdict(summary))}</div>',
-        _findings(summary),
+        _wrong(summary),
         '<div class="grid">',
+        *(_section("Findings of the engine", _table(rows), wide=True) for rows in [finding_rows(summary)] if rows),
         _section("Backends", _table(side_by_side(summary)), wide=True),
         _section("Schedule", _tiles(summary["schedule"]), wide=True),
         *(_section(title, f"<p>{escape(text)}</p>{svg}") for title, text, svg in draw_all(result)),
@@ -91,8 +101,8 @@ def _cells(tag: str, name: str, values: Iterable[str]) -> str:
     return "".join(f"<{tag}>{escape(text)}</{tag}>" for text in (name, *values))
 
 
-def _findings(summary: dict[str, Any]) -> str:
-    sentences = findings(summary) + summary["notes"]
+def _wrong(summary: dict[str, Any]) -> str:
+    sentences = wrong_entries(summary) + summary["notes"]
     return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in sentences)}</ul>" if sentences else ""
 
 

@@ -39,7 +39,9 @@ STYLE: dict[str, Any] = {
 
 
 def draw_all(result: ReplayResult) -> list[tuple[str, str, str]]:
-    """Return (title, what it shows, SVG) of each plot."""
+    """Return (title, what it shows, SVG) of each plot; there is none before the first step."""
+    if not result.series.clock_s:
+        return []
     series, unit = result.series, "step" if not result.options else "simulated seconds"
     time = np.asarray(series.clock_s, np.float64)
     num_blocks = sum(group.num_blocks or 0 for group in result.config.groups)

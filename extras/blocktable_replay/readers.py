@@ -32,6 +32,9 @@ KNOWN_FORMATS = (
     f"or Mooncake JSONL ({', '.join(MOONCAKE_FIELDS)})"
 )
 
+MAX_BLANK_LINES = 1 << 18
+"""Blank lines of a trace; a compressed file of a kilobyte can hold 30 million, which take half a minute to read."""
+
 MAX_SHOWN = 80
 """Characters of a broken line that a message repeats."""
 
@@ -55,7 +58,7 @@ def read_trace(path: str | Path, *, on_bad_line: OnBadLine = "stop") -> Trace:
         TraceError: no such file, an unknown format, no requests, or a bad line.
     """
     source, notes = str(path), list[str]()
-    lines = _numbered(read_lines(Path(path)))
+    lines = _numbered(source, read_lines(Path(path)))
     first = next(lines, None)
     if first is None:
         raise TraceError(f"{source}: the file is empty; a trace is {KNOWN_FORMATS}.")
@@ -89,12 +92,15 @@ def read_trace(path: str | Path, *, on_bad_line: OnBadLine = "stop") -> Trace:
     )
 
 
-def _numbered(lines: Iterator[str]) -> Iterator[tuple[int, str]]:
+def _numbered(source: str, lines: Iterator[str]) -> Iterator[tuple[int, str]]:
     """Number the lines from 1 and leave blank ones out."""
+    num_blank = 0
     for number, line in enumerate(lines, 1):
         text = line.strip("\r\n\t ")
         if text:
             yield number, text
+        elif (num_blank := num_blank + 1) > MAX_BLANK_LINES:
+            raise TraceError(f"{source}:{number}: more than {MAX_BLANK_LINES} lines are blank; this is no trace.")
 
 
 def _recognise(source: str, number: int, text: str, notes: list[str]) -> tuple[str, Callable[[str], Request]]:

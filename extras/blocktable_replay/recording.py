@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.metadata
+import json
 import queue
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Self
@@ -18,91 +18,99 @@ from typing import IO, Any, Self
 import numpy as np
 
 from blocktable import ArgumentError, BlockTable, IntArray, Observation, Step, StepBuffers
-from blocktable.observer import ROW_CALLS
 from blocktable_replay.btrace import (
     ARRAYS,
+    FORMAT,
+    MAX_LINE,
     OUTPUT_CALLS,
+    PARAMETERS,
+    VERSION,
     Foreign,
     RecordingError,
-    put_frame,
-    write_chunk,
-    write_head,
+    call_line,
+    ending_line,
+    write_member,
 )
 from blocktable_replay.digest import output_digest
 
-CHUNK_BYTES = 1 << 16
-"""A chunk goes to the file when it has grown to this size,"""
+MEMBER_CHARACTERS = 1 << 16
+"""Lines go to the file when they have grown to this size,"""
 
-CHUNK_SECONDS = 1.0
-"""or when its first frame is this old: a crash costs no more."""
+MEMBER_SECONDS = 1.0
+"""or when the first of them is this old: a crash costs no more."""
 
-_ROW_CALLS = frozenset(ROW_CALLS)
-_NO_ARGUMENTS = ("commit", "invalidate")
 _ON_HOST = (np.ndarray, np.generic, int, type(None))
 
 _recorded: weakref.WeakSet[BlockTable] = weakref.WeakSet()
 
 
-class ChunkWriter:
-    """Packs and writes chunks in a thread of its own, so that a step waits for neither.
+class MemberWriter:
+    """Packs and writes lines in a thread of its own, so that a step waits for neither.
 
     Args:
         path: the file; it is replaced.
-        head: what stands before the chunks.
+        header: its first line.
 
     Attributes:
-        buffer: frames that are in no chunk yet.
-        error: what went wrong in the thread; nothing is written after it.
+        error: what went wrong; nothing is written after it.
     """
 
-    def __init__(self, path: Path, head: dict[str, Any]) -> None:
-        self.buffer: bytearray = bytearray()
-        self.error: OSError | None = None
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self.error: Exception | None = None
         self._begun = time.monotonic()
+        self._lines: list[str] = []
+        self._size = 0
         try:
-            self._file = _begin_file(path, head)
+            self._file = _begin_file(path, header)
         except OSError as error:
             raise RecordingError(f"{path}: the recording cannot be written: {error.strerror or error}.") from None
-        self._chunks: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        self._members: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="blocktable recording", daemon=True)
         self._thread.start()
 
-    def end_frame(self) -> None:
-        """Hand the buffer over, if it is large or old."""
-        if len(self.buffer) >= CHUNK_BYTES or time.monotonic() - self._begun >= CHUNK_SECONDS:
+    def add(self, line: str) -> None:
+        """Add a line; hand all that are here over, if they are large or old."""
+        if len(line) > MAX_LINE:
+            self.error = RecordingError(f"a call takes {len(line)} characters, more than the {MAX_LINE} of a line")
+            return
+        self._lines.append(line)
+        self._size += len(line)
+        if self._size >= MEMBER_CHARACTERS or time.monotonic() - self._begun >= MEMBER_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Hand the buffer over."""
-        if self.buffer:
-            self._chunks.put(self.buffer)
-            self.buffer = bytearray()
+        """Hand the lines over."""
+        if self._lines:
+            self._members.put(self._lines)
+            self._lines, self._size = [], 0
         self._begun = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write what is left, with the end mark if all before it was written, and close the file."""
+        if self.error is None:
+            self.add(ending_line("end", True))
         self.flush()
-        self._chunks.put(None)
-        self._thread.join()
+        self._members.put(None)
+        if threading.current_thread() is not self._thread:  # which may be where a table is found to be gone
+            self._thread.join()
+
+    def _write(self) -> None:
+        while (lines := self._members.get()) is not None:
+            try:
+                if self.error is None:
+                    write_member(self._file, lines)
+            except OSError as error:
+                self.error = error
         try:
             self._file.close()
         except OSError as error:
             self.error = self.error or error
 
-    def _write(self) -> None:
-        while (chunk := self._chunks.get()) is not None:
-            try:
-                if self.error is None:
-                    write_chunk(self._file, chunk)
-            except OSError as error:
-                self.error = error
 
-
-def _begin_file(path: Path, head: dict[str, Any]) -> IO[bytes]:
+def _begin_file(path: Path, header: dict[str, Any]) -> IO[bytes]:
     file = path.open("wb")
     try:
-        write_head(file, head)
-        file.flush()
+        write_member(file, [json.dumps(header, separators=(",", ":")) + "\n"])
     except OSError:
         with contextlib.suppress(OSError):  # it flushes once more
             file.close()
@@ -115,7 +123,8 @@ class Recorder:
 
     What the table holds already is written first; changes that are pending count as committed. Arrays on a device are
     copied to the host, which waits for it; a step inside a capturing stream cannot be recorded. Where the file can no
-    longer be written the recording ends with a warning, and the table goes on.
+    longer be written the recording ends with a warning, and the table goes on. The recording of a table that is gone
+    is closed, and so is one that is open when the process ends.
 
     Args:
         table: the table; its own calls are watched, what it does inside them is not. The recorder does not keep it.
@@ -139,15 +148,15 @@ class Recorder:
         self._out: Any = None  # of the call that goes on, where its digest is wanted
         self._groups: Any = None  # whose slots it writes; None: all
         self._observation: Observation | None = None
-        self._writer = ChunkWriter(self.path, _head(table))
+        self._writer = MemberWriter(self.path, _header(table))
+        self._close_writer = weakref.finalize(table, self._writer.close)  # at exit, too
         rows = np.flatnonzero(table.num_blocks_per_row.any(0))
         if rows.size:
             self._put_rows(table, rows)
-            self._put("commit", ())
+            self._put(call_line("commit", {}))
         if self._is_open:
             _recorded.add(table)
             self._observation = table.observe(self)
-            atexit.register(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -163,10 +172,7 @@ class Recorder:
         """
         if not self._is_open:
             return
-        atexit.unregister(self.close)
         self._stop()
-        put_frame(self._writer.buffer, "end", ())
-        self._writer.close()
         if self._writer.error is not None:
             raise RecordingError(f"{self.path}: the recording is cut off: {self._writer.error}.")
 
@@ -177,7 +183,7 @@ class Recorder:
 
     def add_digest(self, digest: bytes) -> None:
         """Write down the digest of what the last call put out."""
-        self._put("digest", (digest,))
+        self._put(ending_line("digest", digest.hex()))
 
     # What the table tells.
 
@@ -185,21 +191,19 @@ class Recorder:
         """Write the call down before it is made: one that never returns is the one to look for."""
         if call == "step_metadata":  # is a step, and exports, which are not written
             call = "step"
-        if call in _ROW_CALLS:
-            self._put(call, tuple(arguments.values()))
-        elif call in OUTPUT_CALLS:
+        if call in OUTPUT_CALLS:
             if self._digests:
                 self._out, self._groups = arguments["out"], arguments.get("groups")
-            self._put(call, self._as_written(call, arguments))
-        elif call in _NO_ARGUMENTS:
-            self._put(call, ())
+            self._put(call_line(call, self._as_written(call, arguments)))
+        elif call in PARAMETERS and call != "create_buffers":
+            self._put(call_line(call, arguments if PARAMETERS[call] else {}))  # commit: without its stream
 
     def after(self, call: str, result: Any) -> None:
         """Write down what came out."""
         if call == "create_buffers":
             self._sets.append(weakref.ref(result))
-            self._put(call, ())
-        elif call == "apply_changes" and result.size:
+            self._put(call_line(call, {}))
+        elif call == "apply_changes":
             table = self._table()
             assert table is not None
             self._put_rows(table, result)
@@ -212,15 +216,15 @@ class Recorder:
     def failed(self, call: str, error: Exception) -> None:
         """Write down the error's name."""
         self._out = self._groups = None
-        if call == "step_metadata" or call in _ROW_CALLS or call in OUTPUT_CALLS or call in _NO_ARGUMENTS:
-            self._put("raised", (type(error).__name__.encode(),))
+        if call == "step_metadata" or (call in PARAMETERS and call != "create_buffers"):
+            self._put(ending_line("raised", type(error).__name__))
 
     # Arguments, as the format holds them.
 
-    def _as_written(self, call: str, arguments: Mapping[str, Any]) -> list[Any]:
-        inputs = [(name, arguments[name]) for name in OUTPUT_CALLS[call][:-1]]
-        values = (self._array(value) if name in ARRAYS else self._host(value) for name, value in inputs)
-        return [*values, self._set_number(arguments["out"])]
+    def _as_written(self, call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        inputs = {name: arguments[name] for name in OUTPUT_CALLS[call][:-1]}
+        values = {n: self._array(value) if n in ARRAYS else self._host(value) for n, value in inputs.items()}
+        return values | {"out": self._set_number(arguments["out"])}
 
     def _array(self, value: Any) -> Any:
         """Return an argument that must be an array, on the host; what the call will refuse for its form is foreign."""
@@ -251,15 +255,13 @@ class Recorder:
 
     # Writing.
 
-    def _put(self, name: str, values: Sequence[Any]) -> None:
+    def _put(self, line: str) -> None:
         if not self._is_open:
             return
-        put_frame(self._writer.buffer, name, values)
-        self._writer.end_frame()
+        self._writer.add(line)
         if self._writer.error is not None:
             warnings.warn(f"{self.path}: the recording ends here: {self._writer.error}", RuntimeWarning, stacklevel=5)
             self._stop()
-            self._writer.close()
 
     def _stop(self) -> None:
         self._is_open = False
@@ -268,6 +270,7 @@ class Recorder:
             _recorded.discard(table)
         if self._observation is not None:
             self._observation.close()
+        self._close_writer()
 
     def _put_digest(self, name: str, result: Any) -> None:
         """Fetch what a call put out and write its digest."""
@@ -281,39 +284,42 @@ class Recorder:
         self.add_digest(output_digest([self._to_host(array) for array in (*tables, *slots)]))
 
     def _put_rows(self, table: BlockTable, rows: IntArray) -> None:
-        """Write down what rows hold, as calls that lead there. rows: [n] int64, at least one."""
-        counts = table.num_blocks_per_row
-        held = [_manager_blocks(table, group, rows) for group in range(len(counts))]
-        self._put("set_rows", (rows, [ids for ids, _ in held], counts[:, rows]))
-        for group, (_, holes) in enumerate(held):
-            for row, start, stop in holes:
-                self._put("null_range", (row, group, start, stop))
+        """Write down what rows hold, as calls that lead there. rows: [n] int64."""
+        for row in rows.tolist():
+            ids, holes = zip(
+                *(_manager_blocks(table, group, row) for group in range(len(table.config.groups))), strict=True
+            )
+            self._put(call_line("set_row", {"row": row, "block_ids": ids}))
+            for group, (start, stop) in ((group, hole) for group, found in enumerate(holes) for hole in found):
+                self._put(call_line("null_range", {"row": row, "group": group, "start": start, "stop": stop}))
 
 
-def _head(table: BlockTable) -> dict[str, Any]:
+def _header(table: BlockTable) -> dict[str, Any]:
     return {
+        "format": FORMAT,
+        "version": VERSION,
         "blocktable": importlib.metadata.version("blocktable"),
         "numpy": np.__version__,
         "backend": table.backend.name,
+        "check": table.check,
         "fingerprint": table.config.fingerprint(),
         "config": asdict(table.config),
     }
 
 
-def _manager_blocks(table: BlockTable, group: int, rows: IntArray) -> tuple[IntArray, list[tuple[int, int, int]]]:
-    """Return the manager ids of rows, one after the other, and (row, start, stop) of the holes to make in them.
+def _manager_blocks(table: BlockTable, group: int, row: int) -> tuple[IntArray, list[list[int]]]:
+    """Return a row's manager ids, and (start, stop) of the holes to make in them.
 
-    A group that takes its null block needs none to be made. In another one an id that it can have stands in each hole.
+    A group that takes its null block needs none to be made. In another one ids that the row has nowhere else stand in
+    the holes, as long as there are such.
     """
-    geometry = table.config.groups[group]
-    placeholder = 1 if geometry.null_block_id == 0 else 0
-    ids, holes = [], []
-    for row in rows.tolist():
-        blocks = table.block_ids(row, group)
-        is_null = blocks == geometry.null_block_id
-        if not geometry.allow_null and is_null.any():
-            edges = np.flatnonzero(np.diff(np.concatenate(([False], is_null, [False]))))
-            holes += [(row, int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
-            blocks[is_null] = placeholder
-        ids.append(blocks)
-    return np.concatenate(ids), holes
+    geometry, blocks = table.config.groups[group], table.block_ids(row, group).copy()
+    is_null = blocks == geometry.null_block_id
+    if geometry.allow_null or not is_null.any():
+        return blocks, []
+    first = 1 if geometry.null_block_id == 0 else 0
+    stop = min(2 * blocks.size + 2, geometry.num_blocks or 2 * blocks.size + 2)
+    free = np.setdiff1d(np.arange(first, stop), blocks)
+    blocks[is_null] = np.resize(free if free.size else first, np.count_nonzero(is_null))
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], is_null, [False]))))
+    return blocks, edges.reshape(-1, 2).tolist()

@@ -73,6 +73,8 @@ class ReplayResult:
         options: how, in words; empty for a recording.
         config: the table's configuration.
         lanes: each backend, with its findings and times.
+        checker: a table beside them that is never timed or compared, and looks for the engine's mistakes. None: nothing
+            looks for them.
         series: one number a step.
         broken: broken invariants of the schedule itself.
         counters: what happened, by name.
@@ -86,6 +88,7 @@ class ReplayResult:
     options: dict[str, Any]
     config: BlockTableConfig
     lanes: list[Lane]
+    checker: Lane | None = None
     series: Series = field(default_factory=Series)
     broken: Findings = field(default_factory=Findings)
     counters: dict[str, int] = field(default_factory=dict)
@@ -98,3 +101,8 @@ class ReplayResult:
     def num_mismatches(self) -> int:
         """Wrong entries of all backends, and broken invariants."""
         return self.broken.count + sum(lane.findings.count for lane in self.lanes)
+
+    @property
+    def driven(self) -> list[Lane]:
+        """Every lane that does each call."""
+        return self.lanes if self.checker is None else [*self.lanes, self.checker]

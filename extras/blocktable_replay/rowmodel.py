@@ -24,6 +24,17 @@ OF_ONE_ROW: dict[str, Callable[..., tuple[Any, ...]]] = {
 """Operations of one row -> the same of many, with its arguments; counts None: all ids are for the one row."""
 
 
+def as_many(name: str, values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+    """Return a call on one row as the same of many; any other call is as it was."""
+    if name in OF_ONE_ROW:
+        name, *values = OF_ONE_ROW[name](*values)
+    return name, values
+
+
+MAX_COUNTED = 1 << 24
+"""Ids below are counted in an array as long as the highest one, which is faster than sorting them."""
+
+
 class RowModel:
     """Rows on the host, and as the last commit left them, by row.
 
@@ -41,8 +52,7 @@ class RowModel:
 
     def apply(self, name: str, values: Sequence[Any]) -> None:
         """Do what one call does to the rows; a call that changes none does nothing."""
-        if name in OF_ONE_ROW:
-            name, *values = OF_ONE_ROW[name](*values)
+        name, values = as_many(name, values)
         operation = getattr(self, f"_{name}", None)
         if operation is not None:
             operation(*values)
@@ -54,9 +64,11 @@ class RowModel:
         self._changed[:] = False
 
     def holders(self) -> list[IntArray]:
-        """Return for each group [highest id + 1] int64: how many rows hold each block; NULL is nobody's."""
+        """Return for each group [n] int64: how many rows hold each block that any holds; NULL is nobody's."""
         record = self.committed
-        return [record.holders(group, np.flatnonzero(counts)) for group, counts in enumerate(record.counts)]
+        rows = [np.flatnonzero(counts).tolist() for counts in record.counts]
+        held = ([record.held(group, row) for row in each] for group, each in enumerate(rows))
+        return [_counts(np.concatenate([np.empty(0, np.int32), *each])) for each in held]
 
     # The operations of many rows, named as the methods of BlockTable.
 
@@ -123,6 +135,14 @@ class RowModel:
     def _sizes(self, counts: Any, num_rows: int) -> IntArray:
         """[num_groups, num_rows] int64, from counts for all groups or for each."""
         return np.broadcast_to(_bounded(counts), (self._num_groups, num_rows))
+
+
+def _counts(ids: IntArray) -> IntArray:
+    """[n] int64. How often each of the ids stands there; ids of a damaged file are no sizes of an array."""
+    if ids.max(initial=0) < MAX_COUNTED:
+        counts = np.bincount(ids)
+        return counts[counts > 0]
+    return np.unique(ids, return_counts=True)[1]
 
 
 def _bounded(counts: Any) -> IntArray:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from blocktable import KINDS
 from blocktable_replay.lane import Lane
 from blocktable_replay.options import as_pairs
 from blocktable_replay.result import ReplayResult
@@ -16,7 +18,11 @@ from blocktable_replay.result import ReplayResult
 SCHEMA_VERSION = 1
 """Of `--json`; docs/replay.md describes it."""
 
+MAX_WIDTH = 40
+"""Characters of a table's last column, beyond which it is sentences."""
+
 SIZES = ("max_num_reqs", "num_rows", "max_num_batched_tokens", "max_model_len", "lookahead_tokens")
+FINDING_COLUMNS = ("step", "group", "row", "position", "block_id", "message")
 SIDE_BY_SIDE = (
     "mismatches",
     "host_us_p50",
@@ -47,6 +53,7 @@ def summarise(result: ReplayResult, command: str) -> dict[str, Any]:
         "config": _config(result),
         "schedule": result.counters | _peaks(result),
         "backends": [_lane(lane) for lane in result.lanes],
+        "findings": _engine(result),
         "broken_invariants": {"count": result.broken.count, "shown": result.broken.shown},
         "mismatches": result.num_mismatches,
         "notes": result.notes,
@@ -93,6 +100,19 @@ def _lane(lane: Lane) -> dict[str, Any]:
     }
 
 
+def _engine(result: ReplayResult) -> dict[str, Any] | None:
+    """Return the mistakes of the engine's; None where nothing looked for them."""
+    if result.checker is None:
+        return None
+    by_kind = result.checker.num_engine_findings
+    return {
+        "count": by_kind.total(),
+        "raised": sum(count for kind, count in by_kind.items() if KINDS[kind] == "raise"),
+        "by_kind": dict(sorted(by_kind.items())),
+        "shown": [asdict(finding) for finding in result.checker.engine_findings],
+    }
+
+
 def _mean(values: Sequence[float]) -> float:
     return round(float(np.mean(values)), 1) if len(values) else 0.0
 
@@ -104,15 +124,25 @@ def _percentile(values: Sequence[float], percent: float) -> float:
 def as_text(summary: dict[str, Any]) -> str:
     """Return the summary for the terminal: the schedule, the backends side by side, what is wrong, a verdict."""
     schedule = [("schedule", [""]), *((label(name), [shown(value)]) for name, value in summary["schedule"].items())]
-    backends = side_by_side(summary)
-    lines = [headline(summary), *summary["notes"], "", *_columns(schedule), "", *_columns(backends), ""]
-    return "\n".join([*lines, *findings(summary), verdict(summary)])
+    backends, engine = side_by_side(summary), finding_rows(summary)
+    lines = [headline(summary), *summary["notes"], "", *columns(schedule), "", *columns(backends), ""]
+    return "\n".join([*lines, *columns(engine), *[""] * bool(engine), *wrong_entries(summary), verdict(summary)])
 
 
-def findings(summary: dict[str, Any]) -> list[str]:
-    """Return what is wrong, in sentences."""
+def wrong_entries(summary: dict[str, Any]) -> list[str]:
+    """Return what the backends, or the schedule, got wrong, in sentences."""
     sentences = [f"{lane['description']}: {sentence}" for lane in summary["backends"] for sentence in lane["shown"]]
     return sentences + [f"schedule: {sentence}" for sentence in summary["broken_invariants"]["shown"]]
+
+
+def finding_rows(summary: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """Return the engine's mistakes as the rows of a table, its head first; none where there are none."""
+    if not summary["findings"] or not summary["findings"]["shown"]:
+        return []
+    found = summary["findings"]["shown"]
+    return [("finding", [name.removesuffix("_id") for name in FINDING_COLUMNS])] + [
+        (entry["kind"], [shown(entry[name]) for name in FINDING_COLUMNS]) for entry in found
+    ]
 
 
 def headline(summary: dict[str, Any]) -> str:
@@ -141,11 +171,20 @@ def side_by_side(summary: dict[str, Any]) -> list[tuple[str, list[str]]]:
 
 def verdict(summary: dict[str, Any]) -> str:
     """Return the last line: what was proved, or how much is wrong."""
-    steps, wall = summary["schedule"]["steps"], summary["wall_seconds"]
+    steps, wall, engine = summary["schedule"]["steps"], summary["wall_seconds"], summary["findings"]
     names = ", ".join(lane["description"] for lane in summary["backends"])
-    if summary["mismatches"]:
-        return f"FAILED: {summary['mismatches']:,} mismatches in {steps:,} steps ({names}, {wall:.1f} s)."
-    return f"OK: every slot and every batch table entry of {steps:,} steps is right ({names}, {wall:.1f} s)."
+    wrong = [f"{summary['mismatches']:,} mismatches"] * bool(summary["mismatches"])
+    if engine and engine["count"]:
+        wrong.append(f"{engine['count']:,} findings of the engine, {engine['raised']:,} of severity raise")
+    if has_failed(summary):
+        return f"FAILED: {' and '.join(wrong)} in {steps:,} steps ({names}, {wall:.1f} s)."
+    right = f"every slot and every batch table entry of {steps:,} steps is right ({names}, {wall:.1f} s)"
+    return f"OK: {right}{''.join(f'; {each}' for each in wrong)}."
+
+
+def has_failed(summary: dict[str, Any]) -> bool:
+    """Return whether an entry is wrong, or the engine made a mistake that is raised."""
+    return bool(summary["mismatches"] or (summary["findings"] and summary["findings"]["raised"]))
 
 
 def label(name: str) -> str:
@@ -160,9 +199,14 @@ def shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "-" if value is None else str(value)
 
 
-def _columns(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+def columns(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Return the lines of a table: names to the left, values to the right; sentences, which are last, as they are."""
+    if not rows:
+        return []
     first = max(len(name) for name, _ in rows)
     widths = [max(len(values[column]) for _, values in rows) for column in range(len(rows[0][1]))]
+    if widths[-1] > MAX_WIDTH:
+        widths[-1] = 0
     return [
         f"{name:<{first}}  " + "  ".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
         for name, values in rows

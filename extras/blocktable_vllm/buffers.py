@@ -25,7 +25,9 @@ class TableBuffer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)["__state__"].give_up_rows()
-        object.__setattr__(self, name, value)
+        own = vars(self)["cpu"]
+        # What was shown of the host's rows is a view; a copy of a tensor onto itself costs nothing.
+        object.__setattr__(self, name, own if name == "gpu" and _is_same(value, own) else value)
 
     def copy_to_gpu(self, n: int | None = None) -> Any:
         """Commit the first n rows (None: all) and return them on the device."""
@@ -37,13 +39,20 @@ class TableBuffer:
         return gpu[:n].copy_(self.cpu[:n], non_blocking=True)  # type: ignore[attr-defined]
 
 
+def _is_same(array: Any, own: Any) -> bool:
+    """Whether a tensor is another view of all of the same memory."""
+    return (
+        isinstance(array, type(own))
+        and (array.dtype, array.shape, array.stride(), array.device) == (own.dtype, own.shape, own.stride(), own.device)
+        and array.data_ptr() == own.data_ptr()
+    )
+
+
 def _shown(name: str, what: str) -> Any:
     """Return a property of a buffer whose reader is noted while the array is the table's own."""
 
     def get(buffer: Any) -> Any:
         state, group, value = (vars(buffer)[key] for key in ("__state__", "__group__", name))
-        if not state.has_own_rows:  # nothing is tracked, and the caller pays for no view
-            return value
         own = state.host.tables[group] if name == "cpu" else state.host.rows[group]
         return state.show_rows(group, name) if value is own else value
 
@@ -53,8 +62,23 @@ def _shown(name: str, what: str) -> Any:
 class TrackedBuffer(TableBuffer):
     """As `TableBuffer`; whoever asks for the host's rows may write to them."""
 
+    # Shown by the object's own entries.
+    __given_up__: dict[str, Any] = {"np": None, "cpu": None}  # noqa: RUF012
+
     np = _shown("np", "[max_num_reqs, width] int32, numpy, writable.")
     cpu = _shown("cpu", "The same memory as a torch tensor.")
+
+
+def give_up(thing: Any) -> None:
+    """Let a table, all of them or a buffer do what vLLM's own does, at its cost: others hold the rows."""
+    kind: Any = type(thing)
+    object.__setattr__(thing, "__class__", _given_up(kind))
+
+
+@cache
+def _given_up(kind: Any) -> Any:
+    """Return a subclass with the plain methods and attributes that a tracked class has put others before."""
+    return type(kind.__name__, (kind,), {**kind.__given_up__, "__given_up__": {}, "__module__": kind.__module__})
 
 
 class SlotBuffer:

@@ -14,7 +14,7 @@ from blocktable.host_path import HostPath, make_rows
 from blocktable_vllm.memory import as_tensor, choose_backend, current_stream, stream_index
 
 MAX_FORMS = 1024
-"""Forms of calls that are kept, the oldest goes; an engine that pads uses a few dozen."""
+"""Forms of calls, and views, that are kept, the oldest goes; an engine that pads uses a few dozen."""
 
 
 class StableRows:
@@ -65,6 +65,7 @@ class StableRows:
         self._is_first = False  # whether nothing has followed the last one
         self._is_invalid = False
         self._forms: dict[Any, Any] = {}
+        self._views: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._other: tuple[StepBuffers, list[Any]] | None = None  # for gathers into other tables
 
     # Rows, on the host.
@@ -155,6 +156,8 @@ class StableRows:
         rows = self._vector("idx_mapping", idx_mapping, torch.int32)
         num_reqs = self._num_reqs(rows, num_reqs_padded)
         self._is_pair, self._is_first = self._is_pair or self._is_first, False
+        if num_computed_tokens is not None:
+            num_computed_tokens = self._vector("num_computed_tokens", num_computed_tokens, torch.int32)
         arrays = rows, num_computed_tokens, None, None
         key = num_reqs, num_reqs_padded, num_computed_tokens is None
         if not self._prepares:
@@ -168,7 +171,7 @@ class StableRows:
         prepared = self._forms.get(key)
         if prepared is None:
             batch = Batch(rows, None, None, num_reqs, num_reqs_padded, num_computed_tokens)
-            prepared = self._keep(key, self._store.prepare_step(batch, self._buffers, addresses, "tables"))
+            prepared = _keep(self._forms, key, self._store.prepare_step(batch, self._buffers, addresses, "tables"))
         stream, used = self.stream, 0
         if self.is_waiting:
             used = self._pack(self._lender.lend(stream), stream)
@@ -196,7 +199,9 @@ class StableRows:
         most = self.config.max_num_reqs
         for first in range(0, num_reqs_padded, most):  # a batch of ranks that share prefills may be a larger one
             some, size = rows[first : first + most], min(most, num_reqs_padded - first)
-            computed = None if num_computed_tokens is None else num_computed_tokens[first : first + most]
+            computed = num_computed_tokens
+            if computed is not None:
+                computed = self._vector("num_computed_tokens", computed[first : first + most], torch.int32)
             batch = Batch(some, None, None, some.shape[0], size, computed)
             self._store.gather(batch, buffers, stream=self.stream)
             targets = [table[first : first + size] for table in out]
@@ -230,19 +235,22 @@ class StableRows:
         prepared = self._forms.get(key)
         if prepared is None:
             batch = Batch(rows, starts, tokens, num_reqs, num_reqs, None, num_tokens)
-            prepared = self._keep(key, self._store.prepare_step(batch, self._buffers, addresses, "slots"))
+            prepared = _keep(self._forms, key, self._store.prepare_step(batch, self._buffers, addresses, "slots"))
         self._store.run_step(0, prepared, addresses, (rows, None, starts, tokens), stream=self.stream)
+
+    def batch_rows(self, start: int, stop: int) -> tuple[Any, ...]:
+        """Return rows of the batch tables, the same views for the same rows: making them takes 1 us a group."""
+        found = self._views.get((start, stop))
+        if found is None:
+            with torch.inference_mode(False):
+                found = tuple([table[start:stop] for table in self.batch_tables])
+            found = _keep(self._views, (start, stop), found)
+        return found
 
     def _slot_arrays(self, slots: Any) -> list[Any]:
         if self._stream_index is None and not getattr(self._backend, "is_emulated", False):
             return list(slots.numpy())
         return list(slots.unbind(0))
-
-    def _keep(self, key: Any, prepared: Any) -> Any:
-        if len(self._forms) >= MAX_FORMS:
-            del self._forms[next(iter(self._forms))]
-        self._forms[key] = prepared
-        return prepared
 
     def _address(self, array: Any) -> int | None:
         return array.data_ptr() if self._gives_addresses else None
@@ -263,6 +271,13 @@ class StableRows:
         if array.dtype is not dtype:
             array = array.to(dtype)
         return array if array.is_contiguous() else array.contiguous()
+
+
+def _keep(kept: dict[Any, Any], key: Any, value: Any) -> Any:
+    if len(kept) >= MAX_FORMS:
+        del kept[next(iter(kept))]
+    kept[key] = value
+    return value
 
 
 def _one_tensor(slots: list[Any]) -> Any:

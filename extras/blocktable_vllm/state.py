@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
-from blocktable_vllm.buffers import TableBuffer
+from blocktable_vllm.buffers import TableBuffer, give_up
 from blocktable_vllm.memory import (
     DeviceMemory,
     Geometry,
@@ -50,6 +51,7 @@ class State:
         self.device: DeviceMemory = DeviceMemory(groups, sizes, choose_backend(settings.backend, device), device)
         self.host: HostMemory = HostMemory(self.device.config, pin_memory=pin_memory)
         self.count_rows: list[Any] = list(self.host.counts)  # [max_num_reqs] int32 each
+        self._owners: list[weakref.ref[Any]] = []
         self._asides: dict[int, tuple[Any, DeviceMemory]] = {}
         if not self.is_bounded:
             for group, geometry in enumerate(groups):
@@ -59,7 +61,16 @@ class State:
 
     def give_up_rows(self) -> None:
         """Somebody puts other arrays in place of the rows: from now on everything goes through these."""
+        if self.has_own_rows:
+            for owner in self._owners:
+                thing = owner()
+                if thing is not None and hasattr(thing, "__given_up__"):
+                    give_up(thing)
         self.has_own_rows = self.has_own_slots = False
+
+    def belongs_to(self, thing: Any) -> None:
+        """Note a table, all of them or a buffer whose rows these are."""
+        self._owners.append(weakref.ref(thing))
 
     def num_rows(self, n: int | None) -> int:
         """Return how many rows a slice `[:n]` has."""

@@ -108,6 +108,8 @@ class PlainTable:
             cpu = torch.zeros(self.max_num_batched_tokens, dtype=torch.int64, pin_memory=self.pin_memory)
         self.slot_mapping = as_vllm(SlotBuffer, home_buffer)(state, gpu, cpu)
         vars(self)["__blocktable__"] = (state, group)
+        for thing in (self, self.block_table):
+            state.belongs_to(thing)
 
     def _has_slots(self) -> bool:
         return True
@@ -411,7 +413,9 @@ class PlainMulti:
         for table, each in zip(tables, arguments, strict=True):
             vars(table)["__blocktable__"] = None
             table.__init__(*each)
-        vars(self)["__blocktable__"] = share_memory(tables) if tables else NoGroups()
+        vars(self)["__blocktable__"] = state = share_memory(tables) if tables else NoGroups()
+        if isinstance(state, State):
+            state.belongs_to(self)
 
     def append_row(self, block_ids: Any, row_idx: int) -> None:
         """Add blocks behind what a row holds. block_ids: one sequence for each group."""

@@ -23,10 +23,18 @@ def change_row(state: Any, tables: list[Any], block_ids: Any, row_idx: Any, *, r
         state.store(group, columns, place, replaces=replaces)
 
 
+def plain(kind: type, *names: str, **others: Any) -> dict[str, Any]:
+    """Return methods of a plain class, which a tracked one does again when its rows are given up."""
+    return {**{name: vars(kind)[name] for name in names}, **others}
+
+
 class TrackedTable(PlainTable):
     """One group's rows in fast mode. Where its arrays were replaced it does what strict mode does."""
 
     __state_type__ = TrackedState
+    __given_up__ = plain(
+        PlainTable, "append_row", "add_row", "clear_row", "move_row", "swap_row", "clear", num_blocks_per_row=None
+    )
 
     @property
     def num_blocks_per_row(self) -> Any:
@@ -36,8 +44,6 @@ class TrackedTable(PlainTable):
         if found is None:
             return value
         state, group = found
-        if not state.has_own_rows:
-            return value
         return state.show_counts(group) if value is state.count_rows[group] else value
 
     @num_blocks_per_row.setter
@@ -51,51 +57,34 @@ class TrackedTable(PlainTable):
             RowCapacityError: they do not fit; nothing was changed.
         """
         state, _ = self.__blocktable__
-        if not state.has_own_rows:
-            super().append_row(block_ids, row_idx)
-        elif not (len(state.groups) == 1 and state.queue((block_ids,), row_idx)):
+        if not (len(state.groups) == 1 and state.queue((block_ids,), row_idx)):
             change_row(state, [self], [block_ids], row_idx, replaces=False)
 
     def add_row(self, block_ids: Any, row_idx: int) -> None:
         """Replace what a row holds; what it held behind the new blocks stays. Errors: as `append_row`."""
         state, _ = self.__blocktable__
-        if state.has_own_rows:
-            change_row(state, [self], [block_ids], row_idx, replaces=True)
-        else:
-            super().add_row(block_ids, row_idx)
+        change_row(state, [self], [block_ids], row_idx, replaces=True)
 
     def clear_row(self, row_idx: int) -> None:
         """Make a row empty, and its counted columns NULL."""
         state, group = self.__blocktable__
-        if state.has_own_rows:
-            state.clear_row(group, state.row_index(row_idx))
-        else:
-            super().clear_row(row_idx)
+        state.clear_row(group, state.row_index(row_idx))
 
     def move_row(self, src: int, tgt: int) -> None:
         """Copy what row src holds to row tgt; profile 0.33.0 empties row src."""
         state, group = self.__blocktable__
-        if state.has_own_rows:
-            source, target = state.row_index(src), state.row_index(tgt)
-            state.move_row(group, source, target, clears_source=self._clears_source)
-        else:
-            super().move_row(src, tgt)
+        source, target = state.row_index(src), state.row_index(tgt)
+        state.move_row(group, source, target, clears_source=self._clears_source)
 
     def swap_row(self, src: int, tgt: int) -> None:
         """Exchange two rows."""
         state, group = self.__blocktable__
-        if state.has_own_rows:
-            state.swap_row(group, state.row_index(src), state.row_index(tgt))
-        else:
-            super().swap_row(src, tgt)
+        state.swap_row(group, state.row_index(src), state.row_index(tgt))
 
     def clear(self) -> None:
         """Make every entry NULL, on the host and on the device. Counts stay, as in vLLM."""
         state, group = self.__blocktable__
-        if state.has_own_rows:
-            state.clear_group(group)
-        else:
-            super().clear()
+        state.clear_group(group)
 
     def _bounds(self, state: State, group: int) -> Any:
         if state.has_own_rows:
@@ -105,6 +94,8 @@ class TrackedTable(PlainTable):
 
 class TrackedMulti(PlainMulti):
     """The tables of every KV cache group in fast mode: an append or a replacement changes every group, or none."""
+
+    __given_up__ = plain(PlainMulti, "append_row", "add_row", "commit_block_table")
 
     def append_row(self, block_ids: Any, row_idx: int) -> None:
         """Add blocks behind what a row holds. block_ids: one sequence for each group.

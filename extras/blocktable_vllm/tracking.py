@@ -22,7 +22,7 @@ import torch
 
 from blocktable import IntArray, RowCapacityError, Writes, ranges
 from blocktable.device.staging import steady_entries
-from blocktable.host_path import compiled_append
+from blocktable.host_path import compiled_changes
 from blocktable.protocols import CHANGES_HEADER
 from blocktable.rows import Journal
 from blocktable_vllm.buffers import TrackedBuffer
@@ -30,8 +30,6 @@ from blocktable_vllm.memory import copy_rows
 from blocktable_vllm.state import State
 
 MAX_MARKS, MAX_SHOWN = 1 << 15, 64
-
-NO_VALUES: IntArray = np.zeros(0, np.int32)
 
 RANGE_ENTRIES = 4
 """int32 entries that a range takes beside its values where a commit is staged, and a little more."""
@@ -62,17 +60,22 @@ class TrackedState(State):
         self._indices = np.arange(self._num_rows)
         self._ones = np.ones(self._num_counts, np.int64)
         self._tables = np.hstack(columns)
-        self._append_equally = compiled_append()
-        self._is_in_order = False  # whether the journal is disjoint and ascending as it is
         self._new_row_budget = sum(self._widths)
         self._most_staged = steady_entries(self.device.config)
-        # What a commit of queued appends sends: a count and a range of columns for each row and group.
-        self._columns_per_block = sum(self._expansions)
+        # What queued appends change: a count and a range of columns for each row and group.
         self._offsets = np.empty(2 * self._num_counts, np.int64)
-        self._lengths = np.empty(2 * self._num_counts, np.int32)
-        self._values = np.empty(self._num_counts + 2 * self._num_rows * self._columns_per_block, np.int32)
+        self._lengths = np.empty(2 * self._num_counts, np.int64)
 
-        self._journal = Journal(4 * self._num_counts + 64)
+        capacity, compiled = 4 * self._num_counts + 64, compiled_changes()
+        self._append_equally = self._pack = None
+        self._journal: Any
+        if compiled is None:
+            self._journal = Journal(capacity)
+        else:
+            self._append_equally = compiled.append_equally
+            self._journal, self._pack = compiled.make_journal(arena, self.host.mirror, capacity)
+        store = self.device.store
+        self._lender: Any = store if hasattr(store, "lend") else None
         self._marks: list[tuple[int, int]] = []
         self._last_marked = -1  # the largest row with a change in the journal
         # Rows below hold the same on the host and on the device, but for what the journal says.
@@ -153,18 +156,13 @@ class TrackedState(State):
         """Put the queued appends into the rows."""
         if not self._queued_rows:
             return
-        journal, mirror = self._journal, self.host.mirror
-        self._is_in_order = journal.size == 0
-        queued, size = self._take_queue(), -1
-        if self._append_equally is not None:
-            size = self._append_equally(
-                *(*queued, self._tables, self._num_rows, mirror),
-                *(journal.offsets, journal.lengths, NO_VALUES, journal.size),
-            )
-        if size >= 0:
-            journal.size = size
-        else:  # there is no compiled call, or the journal is full
-            self._append_by_numpy(mirror, *queued, journal.mark)
+        mirror, queued = self.host.mirror, self._take_queue()
+        if self._append_equally is None:
+            self._append_by_numpy(mirror, *queued, self._journal.mark)
+            return
+        offsets, lengths = self._offsets, self._lengths
+        size = self._append_equally(*queued, self._tables, self._num_rows, mirror, offsets, lengths)
+        self._journal.mark(offsets[:size], lengths[:size])
 
     def _queue_arrays(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return what is queued: rows [n] and counts [n] int64, ids int32, row after row, group after group."""
@@ -358,7 +356,6 @@ class TrackedState(State):
         np.maximum(self._highest, np.clip(before, 0, self._width_column), out=self._highest)
         changed = np.flatnonzero(counts != before)
         self._journal.mark(changed, self._ones[: changed.size])
-        self._is_in_order = False
         if changed.size:
             rows = changed % self._num_rows
             self._last_marked = max(self._last_marked, int(rows.max()))
@@ -392,8 +389,6 @@ class TrackedState(State):
     def commit(self, n: int) -> None:
         """Bring the first n rows of every group to the device: whole where they came back, else what changed."""
         n = self.num_rows(n)
-        if self._commit_queue(n):
-            return
         self.flush()
         self._settle_counts()
         if self._is_shown:
@@ -406,43 +401,10 @@ class TrackedState(State):
         if min(self._trusted) < n:
             limits = self._send_new_rows(n)
         self._take_marks()
-        if self._journal.size:
+        if self._journal.size and not self._send_packed(min(limits)):
             self._send_journal(limits)
         self._forget_changes()
         self._trusted = [n] * self._num_groups
-
-    def _commit_queue(self, n: int) -> bool:
-        """Commit where queued appends are all that has changed, as in decode; False with nothing done: they are not."""
-        if (
-            self._append_equally is None
-            or not self._queued_rows
-            or self._journal.size
-            or self._marks
-            or self._is_shown
-            or self._counts_before is not None
-            or min(self._trusted) < n
-            or max(self._queued_rows) >= n
-        ):
-            return False
-        num_ranges = 2 * len(self._queued_rows) * self._num_groups
-        num_values = num_ranges // 2 + sum(self._queued_counts) * self._columns_per_block
-        if num_values > self._values.size or CHANGES_HEADER + 2 * num_ranges + num_values > self._most_staged:
-            return False
-        rows, counts, ids = self._take_queue()
-        offsets, lengths = self._offsets[:num_ranges], self._lengths[:num_ranges]
-        values = self._values[:num_values]
-        self._append_equally(
-            *(rows, counts, ids, self._tables, self._num_rows, self.host.mirror, offsets, lengths, values, 0)
-        )
-        try:
-            self._write(Writes(self.device.config.arena, offsets, lengths, values))
-        except BaseException:  # what was not sent stays pending
-            self._journal.mark(offsets, lengths)
-            self._is_in_order = False
-            raise
-        self._last_marked = -1
-        self._trusted = [n] * self._num_groups
-        return True
 
     def commit_group(self, group: int, n: int | None) -> None:
         """Bring the first n rows of one group to the device, whole."""
@@ -462,7 +424,6 @@ class TrackedState(State):
             marks = np.array(self._marks)
             self._journal.mark(marks[:, 0], marks[:, 1])
             self._marks.clear()
-            self._is_in_order = False
 
     def _trust(self, n: int) -> None:
         """Track again where nobody holds the rows any more."""
@@ -505,12 +466,20 @@ class TrackedState(State):
             copy_rows(counts, self.device.counts[group], start, stop)
             self.num_bytes_sent += 4 * (stop - start) * (self._widths[group] + 1)
 
+    def _send_packed(self, limit: int) -> bool:
+        """Send the journal as it is packed by compiled code; False with nothing done: it is too much, or rows wait."""
+        if self._pack is None or self._lender is None or self._last_marked >= limit:
+            return False
+        stream = self.device.stream
+        used, num_bytes = self._pack(self._lender.lend(stream))
+        if used < 0:
+            return False
+        self._lender.commit(used, stream=stream)
+        self.num_bytes_sent += num_bytes
+        return True
+
     def _send_journal(self, limits: list[int]) -> None:
-        journal = self._journal
-        if self._is_in_order:
-            offsets, lengths = journal.offsets[: journal.size], journal.lengths[: journal.size]
-        else:
-            offsets, lengths = journal.merge()
+        offsets, lengths = self._journal.merge()
         if self._last_marked >= min(limits):
             offsets, lengths = self._within(offsets, lengths, np.array(limits))
         mirror, arena = self.host.mirror, self.device.config.arena

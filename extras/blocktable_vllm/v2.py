@@ -117,6 +117,7 @@ class StableTables:
         self._expansions = [group.columns_per_block for group in groups]
         self._expands = max(self._expansions, default=1) > 1
         self._groups = groups
+        self._without_slots = [g for g, group in enumerate(groups) if group.reach and not group.has_slots]
         device = torch.device(self.device)
         if not groups:  # a model without a KV cache
             self.__rows__ = None
@@ -129,10 +130,10 @@ class StableTables:
                 KVCacheGroup(
                     block_size=group.block_size,
                     blocks_per_row=group.max_num_blocks,
-                    slot_mode="linear" if group.has_slots else "none",
+                    # A window is cut out of linear groups alone; slots that one of these must not have are PAD below.
+                    slot_mode="linear" if group.has_slots or group.reach else "none",
                     sharded=group.is_sharded and group.has_slots,
-                    # A window of none is all of them; R11 counts the current token too.
-                    sliding_window=group.reach + 1 if group.reach and group.has_slots else None,
+                    sliding_window=group.reach + 1 if group.reach else None,  # R11 counts the current token too
                     allow_null=True,
                 )
                 for group in groups
@@ -152,8 +153,8 @@ class StableTables:
         self.num_blocks: CountsOfRows = CountsOfRows(rows)
         self.input_block_tables = rows.batch_tables
         self.slot_mappings = rows.slots
-        # Batch rows that others may have written to since they were last NULL throughout.
-        self.__foreign__ = 0
+        # Batch rows that others may have written to since they were last NULL, and whether in columns of any number.
+        self.__foreign__, self.__is_dummy__ = 0, False
         self._make_layout_tensors()
 
     def _make_ptr_tensor(self, x: Iterable[Any]) -> Any:
@@ -236,27 +237,27 @@ class StableTables:
             return ()
         computed = None
         if num_computed_tokens is not None and self.has_sliding_window_groups:
-            computed = num_computed_tokens.index_select(0, idx_mapping.clamp(min=0))
+            computed = num_computed_tokens[idx_mapping]  # of row -1 the last one's, for a batch row that is NULL anyway
         if out is not None:
             assert len(out) == self.num_kv_cache_groups
             rows.gather_elsewhere(idx_mapping, num_reqs_padded, computed, out)
             return tuple(table[:num_reqs_padded] for table in out)
         num_reqs = idx_mapping.shape[0]
+        start, end = 0 if self.__is_dummy__ else num_reqs, max(num_reqs_padded, self.__foreign__)
+        if start < end:
+            torch._foreach_zero_(rows.batch_rows(start, end))
         rows.gather(idx_mapping, num_reqs_padded, computed)
-        end = max(num_reqs_padded, self.__foreign__)
-        if num_reqs < end:
-            torch._foreach_zero_([table[num_reqs:end] for table in self.input_block_tables])
-        self.__foreign__ = num_reqs
-        return tuple(table[:num_reqs_padded] for table in self.input_block_tables)
+        self.__foreign__, self.__is_dummy__ = num_reqs, False
+        return rows.batch_rows(0, num_reqs_padded)
 
     def get_dummy_block_tables(self, num_reqs: int) -> tuple[Any, ...]:
         """Return the first batch rows, all NULL; they may be written to until the next gather."""
-        if self.__rows__ is None:
+        rows = self.__rows__
+        if rows is None:
             return ()
-        end = max(num_reqs, self.__foreign__)
-        torch._foreach_zero_([table[:end] for table in self.input_block_tables])
-        self.__foreign__ = num_reqs
-        return tuple(table[:num_reqs] for table in self.input_block_tables)
+        torch._foreach_zero_(rows.batch_rows(0, max(num_reqs, self.__foreign__)))
+        self.__foreign__, self.__is_dummy__ = num_reqs, True
+        return rows.batch_rows(0, num_reqs)
 
     def compute_slot_mappings(
         self, idx_mapping: Any, query_start_loc: Any, positions: Any, num_tokens_padded: int, out: Any = None
@@ -273,6 +274,8 @@ class StableTables:
         slots = self.slot_mappings if out is None else out
         if self.__rows__ is not None:
             self.__rows__.map_slots(idx_mapping, query_start_loc, positions, out)
+            for group in self._without_slots:
+                slots[group].fill_(PAD_SLOT_ID)
         return slots[:, :num_tokens_padded]
 
     def get_dummy_slot_mappings(self, num_tokens: int) -> Any:

@@ -25,6 +25,8 @@ from blocktable.exports import ExportSets
 from blocktable.host_exports import export_on_host as export_on_host_of_the_core
 from blocktable.inputs import read_step as step_inputs
 from blocktable.metadata import Family, MetadataPlan
+from blocktable.overlaps import OutputMemory
+from blocktable.requests import Requests
 from blocktable.rows import NumpyRows
 from blocktable.table import BlockTable
 from blocktable.views import BufferViews
@@ -35,7 +37,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, tuple[str, Patch]] = {}
 """Mutant -> the rule that a failed assertion must name, and what it replaces."""
 
-CASES = "test_cases and not partition"
+CASES = "(test_cases or test_requests) and not partition"
 EXPORT_CASES = (
     "(test_exports.py or test_export_parts.py or test_export_host.py) "
     "and not on_the_host_are and not equal and not any_history and not long_rows"
@@ -86,7 +88,7 @@ def remaps_chain(patch: pytest.MonkeyPatch) -> None:
     right = NumpyRows.remap
 
     def remap(self: NumpyRows, group: int, old_ids: Any, new_ids: Any) -> None:
-        for old, new in zip(*self._check_mapping(group, old_ids, new_ids), strict=True):
+        for old, new in zip(*self.check_mapping(group, old_ids, new_ids), strict=True):
             right(self, group, [int(old)], [int(new)])
 
     patch.setattr(NumpyRows, "remap", remap)
@@ -135,7 +137,8 @@ def a_row_set_again_is_sent_whole(patch: pytest.MonkeyPatch) -> None:
 
 @_mutant("R5")
 def tails_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NumpyRows, "_null", lambda self, starts, columns, fillers=None: None)
+    nothing = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32)
+    patch.setattr(NumpyRows, "_nulls", lambda self, starts, columns: nothing)
 
 
 @_mutant("R6")
@@ -293,6 +296,11 @@ def a_plan_keeps_its_arrays(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepPlan, "__init__", init)
 
 
+@_mutant("R17")
+def inputs_may_lie_in_outputs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OutputMemory, "refuse", lambda self, inputs: None)
+
+
 @_mutant("R18")
 def any_interleave_is_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockTableConfig, "_check_interleave", lambda self, index, group: None)
@@ -424,6 +432,25 @@ def positions_of_any_group_are_mapped(patch: pytest.MonkeyPatch) -> None:
         return right(self, rows, 0, *arguments, **options)
 
     patch.setattr(BlockTable, "map_positions", map_positions)
+
+
+@_mutant("R42")
+def a_request_that_grew_gets_all_of_its_list_again(patch: pytest.MonkeyPatch) -> None:
+    right = Requests._new_ids
+    patch.setattr(Requests, "_new_ids", lambda self, kept, ids: ids if right(self, kept, ids) else None)
+
+
+@_mutant("R44")
+def a_mapping_keeps_rows_of_a_longer_batch(patch: pytest.MonkeyPatch) -> None:
+    right = Requests.idx_mapping
+
+    def idx_mapping(self: Requests, requests: Any, *arguments: Any, **options: Any) -> Any:
+        before = self._idx_mapping.copy()
+        made = right(self, requests, *arguments, **options)
+        self._idx_mapping[len(requests) :] = before[len(requests) :]
+        return made
+
+    patch.setattr(Requests, "idx_mapping", idx_mapping)
 
 
 def main(folder: Path) -> None:

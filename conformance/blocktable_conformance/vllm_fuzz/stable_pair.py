@@ -99,6 +99,7 @@ class StablePair:
         self.held = np.zeros_like(self.counts)
         self.num_staged = 0
         self.foreign = 0  # batch rows that the runner may have written to
+        self.is_dummy = False  # whether since they were handed out for that
         self.slots: IntArray = np.zeros((geometry.num_groups, geometry.max_num_batched_tokens), np.int64)
         self.addresses = self._addresses()
         self.compare()
@@ -200,7 +201,10 @@ class StablePair:
         end = padded
         if not elsewhere:
             end = max(padded, self.foreign)
-            self.foreign = len(rows)
+            if self.is_dummy:
+                for expected in self.expected:
+                    expected[:end] = 0
+            self.foreign, self.is_dummy = len(rows), False
         for group in range(self.geometry.num_groups):
             want = found[group].cpu().numpy().copy()
             for index, row in enumerate(rows):
@@ -312,7 +316,7 @@ class StablePair:
     def _do_dummy_tables(self, number: int) -> None:
         theirs, ours = (tables.get_dummy_block_tables(number) for tables in (self.theirs, self.ours))
         end = max(number, self.foreign)
-        self.foreign = number
+        self.foreign, self.is_dummy = number, True
         for group, (their, our) in enumerate(zip(theirs, ours, strict=True)):
             is_null = not their.any()
             _require((is_null or self.profile == "0.25.1") and not our.any(), "dummy tables are NULL")

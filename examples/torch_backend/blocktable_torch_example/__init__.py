@@ -13,6 +13,7 @@ class TorchExampleBackend(DeviceBackend):
     # What this was written for. Not blocktable.PROTOCOL_VERSION, which would match whatever is installed.
     protocol_version = 2
     has_exports = False
+    has_checks = False
 
     def __init__(self) -> None:
         super().__init__(is_emulated=os.environ.get("TRITON_INTERPRET") == "1")

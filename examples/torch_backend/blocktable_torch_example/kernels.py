@@ -65,7 +65,7 @@ def place_of(offsets, starts, num_ranges, i, is_value):
 def apply_changes(
     changes,  # Writes.pack_changes lays them out
     num_singles, num_ranges, num_range_values, num_constant_ranges, num_constants, arena,
-    num_groups, max_num_reqs, batch_entries, batch, copy_parts, mark, last_mark,  # for step_batch
+    num_groups, max_num_reqs, batch_entries, batch, copy_parts, checker, mark, last_mark,  # for step_batch
     tile: tl.constexpr,
 ):  # fmt: skip
     """Write the changes of a commit into the arena."""
@@ -161,6 +161,7 @@ def map_slots(
     idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows,
     groups, first_group, num_groups, arena, slots, slots_stride, num_slots,
     requests_per_token,  # for a guess that saves the bisection; not used here
+    checker, findings,  # for kernels that check; these do not
     tile: tl.constexpr,
 ):  # fmt: skip
     """Write the slot of every token, and PAD from the last real token to the end of the slots."""
