@@ -287,9 +287,29 @@ class Arena:
         return buffer[start : start + self.num_rows * width].reshape(self.num_rows, width)
 
     @property
+    def num_table_entries(self) -> int:
+        """Entries of the counts and tables; those of checks come after them."""
+        return self.size - self.num_check_entries
+
+    def places(self, entries: Any) -> tuple[Any, Any, Any]:
+        """Return what entries of the buffer are: group, row and column of each, [n] int64.
+
+        A filled count has group -1, its row, and its group for a column. What lies between two parts has a row, or for
+        a filled count a group, that there is not.
+
+        Args:
+            entries: [n] int64.
+        """
+        groups = np.searchsorted(self.group_offsets, entries, "right") - 1
+        starts, widths = np.array((0, *self.group_offsets)), np.array((self.num_rows, *self.widths))
+        rows, columns = np.divmod(entries - starts[groups + 1], widths[groups + 1])
+        of_counts = groups < 0
+        return groups, np.where(of_counts, columns, rows), np.where(of_counts, rows, columns)
+
+    @property
     def filled_parts(self) -> list[tuple[slice, int]]:
         """The parts of an empty table's buffer that do not hold 0, and what they hold: none with block 0 as NULL."""
-        ends = (*self.group_offsets[1:], self.size - self.num_check_entries)
+        ends = (*self.group_offsets[1:], self.num_table_entries)
         parts = zip(self.group_offsets, ends, self.fillers, strict=True)
         return [(slice(start, end), filler) for start, end, filler in parts if filler]
 

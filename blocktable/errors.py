@@ -36,6 +36,10 @@ class NoFreeRowError(BlockTableError, IndexError):
     """Every row of the table belongs to a request; nothing was changed (R42)."""
 
 
+class ChangesError(BlockTableError, ValueError):
+    """A packet of row changes cannot be applied; nothing was changed (R46)."""
+
+
 class UnknownBackendError(BlockTableError, LookupError):
     """No installed distribution offers a backend of that name, or two do."""
 

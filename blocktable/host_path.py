@@ -6,11 +6,13 @@ import importlib.metadata
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
-from blocktable.protocols import IntArray, Writes
+from blocktable.protocols import IntArray, Writes, ranges
 from blocktable.rows import DISTINCT_ROWS, NumpyRows
 
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
@@ -24,6 +26,19 @@ class Changes(Protocol):
     @property
     def size(self) -> int:
         """0 where nothing has."""
+
+
+class Difference(NamedTuple):
+    """Entries of the arena that differ.
+
+    Attributes:
+        entries: [n] int64, ascending.
+        old, new: [n] int32.
+    """
+
+    entries: IntArray
+    old: IntArray
+    new: IntArray
 
 
 class HostPath(Protocol):
@@ -148,6 +163,12 @@ class HostPath(Protocol):
             vacate: whether rows move.
         """
 
+    def exchange(self, entries: IntArray, values: IntArray) -> None:
+        """Write values [n] int32 to entries [n] int64 of the mirror, distinct ones; those that differ are changes.
+
+        Nothing is checked: they are right, and filled counts are among them.
+        """
+
     def invalidate(self) -> None:
         """Mark everything as changed, as one range."""
 
@@ -188,6 +209,16 @@ class HostPath(Protocol):
         Returns:
             Bytes of those changes as ranges, as `Writes.num_bytes`.
         """
+
+
+def difference(held: IntArray, rows: HostPath) -> Difference:
+    """Return what is pending in rows that differs from an older copy of their mirror's first entries, [n] int32."""
+    mirror = rows.mirror
+    entries = ranges(*rows.pending_ranges())
+    entries = entries[: np.searchsorted(entries, held.size)]
+    old, new = held[entries], mirror[entries]
+    differs = old != new
+    return Difference(entries[differs], old[differs], new[differs])
 
 
 def make_rows(config: BlockTableConfig) -> HostPath:

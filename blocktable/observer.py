@@ -46,6 +46,7 @@ OBSERVED_CALLS = (
     "export",
     "map_positions",
     "invalidate",
+    "apply_changes",
 )
 """Methods that an observer hears of: they change rows or write outputs."""
 

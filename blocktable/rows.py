@@ -375,7 +375,7 @@ class NumpyRows:
         expansion = int(self.columns_per_block[group, 0])
         first = self.arena.group_offsets[group] + rows * self.arena.widths[group]
         entries, values = ranges(first + starts * expansion, blocks * expansion), self._group_kernel_ids(group, ids)
-        self._exchange(entries, values)
+        self.exchange(entries, values)
 
     def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
         old, new = self.check_mapping(group, old_ids, new_ids)
@@ -394,7 +394,7 @@ class NumpyRows:
         place = order[place]
         found = old[place] == held
         columns = entries[found][:, None] + np.arange(expansion)
-        self._exchange(columns.ravel(), self._group_kernel_ids(group, new[place[found]]))
+        self.exchange(columns.ravel(), self._group_kernel_ids(group, new[place[found]]))
 
     def check_mapping(self, group: int, old_ids: Any, new_ids: Any) -> tuple[IntArray, IntArray]:
         old = int_array("old_ids", [] if old_ids is None else old_ids)
@@ -498,14 +498,13 @@ class NumpyRows:
         # Of blocks over others only those that differ are sent. Rows of new requests hold none to compare with.
         if filled.any() and (self.mirror[entries] == values).any():
             entries, values = self._differences(entries, values)
-            blocks = *_runs(entries), values
+            blocks = *runs_of(entries), values
         nulls = self._nulls(starts + columns, np.maximum(filled - columns, 0))
         self._change(_counts(cells, filled, columns), blocks, nulls)
 
-    def _exchange(self, entries: IntArray, values: IntArray) -> None:
-        """Write values [n] to entries [n] of the mirror where they differ from what stands there."""
+    def exchange(self, entries: IntArray, values: IntArray) -> None:
         entries, values = self._differences(entries, values)
-        self._store(*_runs(entries), entries, values)
+        self._store(*runs_of(entries), entries, values)
 
     def _differences(self, entries: IntArray, values: IntArray) -> tuple[IntArray, IntArray]:
         """Return those of entries [n] of the mirror that hold another value, and their values: only those are sent."""
@@ -578,7 +577,7 @@ def _entries(starts: IntArray, lengths: IntArray) -> IntArray:
     return ranges(starts, lengths)
 
 
-def _runs(entries: IntArray) -> tuple[IntArray, IntArray]:
+def runs_of(entries: IntArray) -> tuple[IntArray, IntArray]:
     """Return entries [n] int64 as ranges: a new one wherever an entry does not follow the one before it."""
     if not entries.size:
         return entries, entries

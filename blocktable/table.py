@@ -32,8 +32,8 @@ from blocktable.protocols import (
     StepBuffers,
     no_writes,
 )
+from blocktable.ranks import RankCalls
 from blocktable.registry import check_backend, get_backend
-from blocktable.row_operations import RowOperations
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
 from blocktable.views import BufferViews, Views, batch_key
 
@@ -43,7 +43,7 @@ NO_ADDRESSES = (None,) * len(STEP_INPUTS)
 """Of a step whose inputs were not looked at."""
 
 
-class BlockTable(RowOperations, ExportCalls):
+class BlockTable(RankCalls, ExportCalls):
     """Which KV-cache block and slot each token of each request lives in, on the host and on a device.
 
     Row operations change the host only; `commit` (or `step`) makes them visible to kernels. One thread at a time
@@ -116,6 +116,7 @@ class BlockTable(RowOperations, ExportCalls):
         self._checker = make_checker(self.check, config, self.backend, device, self.store, findings)
         if self._checker is not None:
             self._rows = self._checker.watch(self._rows)
+        self._committed = self._rows.committed
         self._views = BufferViews(config, self.store)
         self._exports = ExportSets(config, self.backend, device, self.store)
         self._metadata = MetadataPlans(config)
@@ -420,7 +421,7 @@ class BlockTable(RowOperations, ExportCalls):
             self._lender.run_step(used, plan.prepared, addresses, arrays, stream=handle)
             if rows.journal.size:
                 self._is_invalid = False
-                num_bytes = rows.committed()
+                num_bytes = self._committed()
                 self.num_bytes_sent += num_bytes
                 self._num_commits += num_bytes > 0
         else:
@@ -577,7 +578,7 @@ class BlockTable(RowOperations, ExportCalls):
     def _end_commit(self) -> None:
         """Forget what the store has taken; until then it stays pending."""
         self._is_invalid = False
-        num_bytes = self._rows.committed()
+        num_bytes = self._committed()
         self.num_bytes_sent += num_bytes
         self._num_commits += num_bytes > 0
 

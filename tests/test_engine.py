@@ -6,6 +6,7 @@ On a GPU in float32 over its backends, elsewhere in float64 over emulated ones, 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -74,7 +75,11 @@ def test_an_encoder_decoder_gets_the_tokens_of_a_dense_cache(backend: str) -> No
     ("world_size", "interleave_size", "rows"), [(2, 1, "stable"), (2, 16, "dense"), (4, 8, "stable")]
 )
 def test_every_rank_of_real_ones_gets_the_tokens(world_size: int, interleave_size: int, rows: str) -> None:
-    """Over gloo, or NCCL where there are as many GPUs; of four ranks two are decode ranks. Rules: R18-R20."""
+    """Over gloo, or NCCL where there are as many GPUs; of four ranks two are decode ranks.
+
+    Rank 0 alone changes rows; the others get its packets, and all compare digests in each step.
+    Rules: R18-R20, R45-R47.
+    """
     if DEVICE == "cuda" and torch.cuda.device_count() < world_size:
         pytest.skip(f"wants {world_size} GPUs")
     sizes = ["--world-size", str(world_size), "--interleave-size", str(interleave_size)]
@@ -83,6 +88,24 @@ def test_every_rank_of_real_ones_gets_the_tokens(world_size: int, interleave_siz
     # Not line by line: what gloo prints may stand on one with a report.
     verdicts = re.findall(r"rank (\d+) of (\d+): (\w+) ", done.stdout)
     assert sorted(verdicts) == [(str(rank), str(world_size), "PASS") for rank in range(world_size)]
+
+
+def test_ranks_name_a_row_that_differs() -> None:
+    """The last rank's table is made wrong in step 5, behind everyone's back. Rules: R46, R47."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("wants 2 GPUs")
+    done = engine("--processes", "--world-size", "2", "--interleave-size", "16", "--diverge-at", "5")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (found,) = set(
+        re.findall(
+            r"Step (\d+): rank 1 differs from rank 0: row \d of group 0 holds (\[.*?\]), and on rank 0 "
+            r"(\[.*?\])\.",
+            done.stdout,
+        )
+    )
+    step, theirs, ours = found[0], *(json.loads(ids) for ids in found[1:])
+    assert step == "5"
+    assert [theirs[0] - 1, *theirs[1:]] == ours
 
 
 def engine(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -259,8 +259,9 @@ def test_any_history_of_the_suite_runs_again(host_path: str, tmp_path: Path, mon
 
 
 def test_every_observed_call_is_in_the_format() -> None:
-    """But for exports, which change nothing, and the step with metadata, which is written as a step."""
-    assert set(OBSERVED_CALLS) - set(PARAMETERS) == {"create_export", "export", "map_positions", "step_metadata"}
+    """But for exports, which change nothing, the step with metadata, written as a step, and packets, as set_row."""
+    others = {"create_export", "export", "map_positions", "step_metadata", "apply_changes"}
+    assert set(OBSERVED_CALLS) - set(PARAMETERS) == others
     assert set(PARAMETERS) <= set(OBSERVED_CALLS)
 
 
@@ -271,6 +272,26 @@ def test_a_table_records_itself(tmp_path: Path) -> None:
     result, lane = play(path)
     assert (result.num_mismatches, lane.findings.shown) == (0, [])
     assert result.source["digests"] > 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packets_are_written_as_the_rows_that_they_change(seed: int, tmp_path: Path) -> None:
+    """Rules: R46."""
+    chance, path = random.Random(seed), tmp_path / "run.btrace"
+    sender, table = bt.BlockTable(CONFIG, "numpy"), bt.BlockTable(CONFIG, "numpy")
+    more = sender.create_buffers()
+    with table.record(path, digests=True):
+        for _ in range(40):
+            for _ in range(chance.randint(0, 4)):
+                with contextlib.suppress(bt.BlockTableError):
+                    one_call(sender, chance, more)
+            table.apply_changes(sender.pack_changes())
+            table.step(np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32), np.array([3, 5]))
+        with pytest.raises(bt.ChangesError):
+            table.apply_changes(b"")
+    result, lane = play(path)
+    assert (result.num_mismatches, lane.findings.shown, result.counters["steps"]) == (0, [], 40)
+    assert lane.table.digest() == table.digest() != 0
 
 
 INT32_0, STARTS, POSITIONS = np.zeros(1, np.int32), np.array([0, 1], np.int32), np.zeros(1, np.int64)

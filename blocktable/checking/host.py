@@ -9,7 +9,7 @@ import numpy as np
 
 from blocktable.checking.calls import StartsCheck, check_starts, find_unset_rows
 from blocktable.checking.lives import UNMARKED, RowLives
-from blocktable.checking.pools import Difference, Holders
+from blocktable.checking.pools import Holders
 from blocktable.checking.rows import CheckedRows
 from blocktable.checking.tokens import GroupTokens, Places, Tokens, make_tokens, runs
 from blocktable.checking.written import GroupFinder
@@ -18,7 +18,7 @@ from blocktable.errors import ArgumentError, BlockTableError
 from blocktable.exports import check_first_tokens
 from blocktable.findings import Finding, Findings
 from blocktable.host_exports import check_capacity
-from blocktable.host_path import HostPath
+from blocktable.host_path import Difference, HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import (
     Array,

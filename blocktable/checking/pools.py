@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from blocktable.config import BlockTableConfig
-from blocktable.host_path import HostPath
-from blocktable.protocols import IntArray, ranges
+from blocktable.host_path import Difference, HostPath, difference
+from blocktable.protocols import IntArray
 
 DENSE_BLOCKS = 1 << 22
 """Blocks of the largest pool that has room for each of its ids; 36 bytes a block, taken when they are touched."""
 
 PAGE_BITS = 10
 """Ids of other pools are looked up in pages of so many bits."""
-
-
-class Difference(NamedTuple):
-    """Entries of the arena that differ.
-
-    Attributes:
-        entries: [n] int64, ascending.
-        old, new: [n] int32.
-    """
-
-    entries: IntArray
-    old: IntArray
-    new: IntArray
 
 
 class Pool:
@@ -136,11 +122,7 @@ class Holders:
 
     def difference(self, rows: HostPath) -> Difference:
         """Return what of the rows a commit would change."""
-        mirror = rows.mirror
-        entries = ranges(*rows.pending_ranges())
-        old, new = self.arena[entries], mirror[entries]
-        differs = old != new
-        return Difference(entries[differs], old[differs], new[differs])
+        return difference(self.arena, rows)
 
     def apply(self, change: Difference, step: int) -> None:
         """Make the change. step: commits before it."""

@@ -206,6 +206,26 @@ class CheckedRows:
         self._rows.copy(src, dst, vacate=vacate)
         self._lives.copy(src, dst, vacate=vacate)
 
+    def exchange(self, entries: IntArray, values: IntArray) -> None:
+        """Another table's changes: its own checker looks at them. They stand for copies, as `replace` does."""
+        groups, rows, _ = self._watcher.config.arena.places(entries)
+        changed = np.unique(rows)
+        self._watcher.before_row_call()
+        before = [self._first_blocks(group, changed) for group in self._with_slots]
+        self._rows.exchange(entries, values)
+        differs, goes_on = np.zeros((2, changed.size), np.bool_)
+        for group, old in zip(self._with_slots, before, strict=True):
+            new, null = self._first_blocks(group, changed), self._nulls[group]
+            differs |= (old != new) & (old != null) & (new != null)
+            goes_on |= (old == new) & (old != null)
+        self._lives.begin(changed[differs | ~goes_on])
+        self._lives.unmark(changed)
+        for group in range(self._nulls.size):
+            ids = values[groups == group].astype(np.int64) // self._expansion(group)
+            is_block = (ids != self._nulls[group]) & (ids >= 0)
+            self._watcher.hand_in(group, ids[is_block])
+            self._watcher.has_replaced(rows[groups == group][is_block], group, ids[is_block])
+
     def committed(self) -> int:
         self._watcher.before_committed(self._rows)
         return self._rows.committed()

@@ -86,6 +86,7 @@ class ModelRunner:
         attention: `attend_in_torch`, or what does the same.
         graph_sizes: batch sizes to capture a decode step for. A CPU has no graphs: there a replay is the call itself.
         exchange: takes this process's parts of an attention and returns all ranks' parts.
+        link: a RankLink, which brings the row changes of another process's table; None: they are made here.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class ModelRunner:
         attention: Callable[..., Part] = attend_in_torch,
         graph_sizes: Sequence[int] = (),
         exchange: Callable[[list[Part]], list[Part]] = list,
+        link: Any = None,
     ) -> None:
         self.model, self.is_dense, self.attention, self.exchange = model, is_dense, attention, exchange
+        self.link = link
         self.ranks, self.counts = [Rank(config, backend, model) for config in configs], Counter[str]()
         config, device = configs[0], model.embedding.device
         self.max_decode_len = config.groups[STATE].blocks_per_row or 1  # a token and its drafts
@@ -123,8 +126,15 @@ class ModelRunner:
     def change(self, operation: str, *arguments: Any) -> None:
         """Change rows, on each rank alike: the ranks hold the same block ids, each for its own tokens."""
         self.counts[operation] += 1
-        for rank in self.ranks:
-            getattr(rank.table, operation)(*arguments)
+        if self.link is None or self.link.is_sender:
+            for rank in self.ranks:
+                getattr(rank.table, operation)(*arguments)
+
+    def share_rows(self) -> None:
+        """Let the other processes' tables hold what rank 0's holds."""
+        if self.link is not None:
+            for rank in self.ranks:
+                self.link.share(rank.table)
 
     def copy_blocks(self, group: int, sources: list[int], targets: list[int]) -> None:
         """Copy what blocks hold, in each layer of a group."""
@@ -135,6 +145,7 @@ class ModelRunner:
 
     def execute(self, work: Sequence[tuple[Request, int]]) -> tuple[Any, Any]:
         """Run so many tokens of each request; return the best next ones and their logits, [num_tokens, num_best]."""
+        self.share_rows()
         num_tokens, longest = sum(count for _, count in work), max(count for _, count in work)
         fitting = [size for size in self.graphs if size >= len(work) and longest <= self.max_decode_len]
         if fitting:

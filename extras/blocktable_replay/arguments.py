@@ -23,6 +23,7 @@ examples:
   blocktable replay conversation_trace.jsonl.gz --until 30m --group block_size=16 \\
       --group block_size=64,kernel_block_size=16,sliding_window=4096 --report report.html
   blocktable replay trace.csv --context-parallel world_size=4,rank=1,interleave_size=16
+  torchrun --nproc-per-node 4 -m blocktable replay trace.csv --ranks 4 --context-parallel interleave_size=16
 
 Exit status: 0 when every entry was right, 1 when one was not or the engine made a mistake of severity "raise", 2 for a
 wrong call or a trace that cannot be read.
@@ -92,6 +93,13 @@ def _add_table(parser: Parser) -> None:
         type=_described(ContextParallel),
         metavar="KEY=VALUE,...",
         help="which rank of how many this is, such as world_size=4,rank=1,interleave_size=16",
+    )
+    add(
+        "--ranks",
+        type=_COUNT,
+        metavar="N",
+        help="under torchrun, each process is one of N context-parallel ranks: each token must have one owner among "
+        "them",
     )
     for name, kind, what in (
         ("num-blocks", _COUNT, "blocks of each group's cache (default: enough for 524288 tokens)"),

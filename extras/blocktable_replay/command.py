@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from blocktable_replay.lane import Lane
 from blocktable_replay.options import ReplayOptions, as_pairs
 from blocktable_replay.player import Player
 from blocktable_replay.progress import make_progress
+from blocktable_replay.ranks import Ranks
 from blocktable_replay.readers import OnBadLine, read_trace
 from blocktable_replay.recorded import Recording
 from blocktable_replay.recording import Recorder
@@ -30,12 +32,16 @@ from blocktable_replay.traces import Trace, TraceError
 
 MISMATCHES = 1
 
-NOT_FOR_RECORDINGS = ("limit", "start", "stop", "record")
+NOT_FOR_RECORDINGS = ("limit", "start", "stop", "record", "ranks")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     arguments = make_parser(_exercise_in_words()).parse_args(argv)
+    says_all = arguments.ranks is None or os.environ.get("RANK", "0") == "0"
+    if not says_all:  # files and progress are those of rank 0
+        arguments.report = arguments.json = arguments.record = None
+        arguments.quiet = True
     _check_files(arguments)
     write_page = _page_writer(arguments)
     if arguments.trace is not None and is_recording(Path(arguments.trace)):
@@ -43,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         result = _replay_trace(arguments)
     summary = summarise(result, shlex.join(["blocktable", "replay", *argv]))
-    say(as_text(summary))
+    if says_all or result.num_mismatches:
+        say(as_text(summary))
     if arguments.json is not None:
         write_file(arguments.json, json.dumps(summary, indent=2) + "\n")
     if write_page is not None:
@@ -103,17 +110,26 @@ def _replay_trace(arguments: argparse.Namespace) -> ReplayResult:
     given = given_options(arguments)
     if "num_blocks" in given and "groups" not in given:  # those of the default groups give way
         given["groups"] = tuple(dataclasses.replace(group, num_blocks=None) for group in defaults.groups)
+    ranks = None if arguments.ranks is None else Ranks(arguments.ranks)
+    if ranks is not None:
+        given["context_parallel"] = ranks.share(given.get("context_parallel", defaults.context_parallel))
     options = dataclasses.replace(defaults, **given)
     config = options.config()  # a wrong option is said before a long file is read
+    if ranks is not None:
+        ranks.require_sharded(config)
     lanes = _lanes(arguments, config)
     trace = _fitting(_read(arguments), options, arguments.on_bad_line)
     progress = make_progress(len(trace), "requests", is_quiet=arguments.quiet)
     try:
         path, checker = arguments.record, _checker(arguments, config)
         with nullcontext() if path is None else Recorder(lanes[0].table, path) as recorder:
-            return Replay(trace, options, lanes, recorder, checker).run(progress, arguments.max_steps)
+            result = Replay(trace, options, lanes, recorder, checker, ranks).run(progress, arguments.max_steps)
     finally:
         progress.close()
+    if ranks is not None:
+        ranks.close()
+        result.notes.append(ranks.note())
+    return result
 
 
 def _read(arguments: argparse.Namespace) -> Trace:

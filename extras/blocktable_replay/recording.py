@@ -150,7 +150,10 @@ class Recorder:
         self._observation: Observation | None = None
         self._writer = MemberWriter(self.path, _header(table))
         self._close_writer = weakref.finalize(table, self._writer.close)  # at exit, too
-        self._put_rows(table)
+        rows = np.flatnonzero(table.num_blocks_per_row.any(0))
+        if rows.size:
+            self._put_rows(table, rows)
+            self._put(call_line("commit", {}))
         if self._is_open:
             _recorded.add(table)
             self._observation = table.observe(self)
@@ -200,6 +203,10 @@ class Recorder:
         if call == "create_buffers":
             self._sets.append(weakref.ref(result))
             self._put(call_line(call, {}))
+        elif call == "apply_changes":
+            table = self._table()
+            assert table is not None
+            self._put_rows(table, result)
         elif self._digests and call == "step_metadata":
             tables, slots = zip(*((group.block_table, group.slot_mapping) for group in result.groups), strict=True)
             self._put_digest("step", Step(tables, slots))
@@ -276,18 +283,15 @@ class Recorder:
             slots = slots if groups is None else [slots[group] for group in np.atleast_1d(groups).tolist()]
         self.add_digest(output_digest([self._to_host(array) for array in (*tables, *slots)]))
 
-    def _put_rows(self, table: BlockTable) -> None:
-        """Write down what the table holds already, as calls that lead there."""
-        rows = np.flatnonzero(table.num_blocks_per_row.any(0)).tolist()
-        for row in rows:
+    def _put_rows(self, table: BlockTable, rows: IntArray) -> None:
+        """Write down what rows hold, as calls that lead there. rows: [n] int64."""
+        for row in rows.tolist():
             ids, holes = zip(
                 *(_manager_blocks(table, group, row) for group in range(len(table.config.groups))), strict=True
             )
             self._put(call_line("set_row", {"row": row, "block_ids": ids}))
             for group, (start, stop) in ((group, hole) for group, found in enumerate(holes) for hole in found):
                 self._put(call_line("null_range", {"row": row, "group": group, "start": start, "stop": stop}))
-        if rows:
-            self._put(call_line("commit", {}))
 
 
 def _header(table: BlockTable) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from blocktable_replay.lane import Lane
 from blocktable_replay.options import ReplayOptions, describe_options, tokens_per_block
 from blocktable_replay.plan import StepPlan
 from blocktable_replay.progress import Progress
+from blocktable_replay.ranks import Ranks
 from blocktable_replay.recording import Recorder
 from blocktable_replay.result import ReplayResult
 from blocktable_replay.schedule import Scheduler
@@ -102,6 +103,7 @@ class Replay(Run):
         lanes: the backends.
         recorder: records the first lane's table; every step's digest goes there too.
         checker: as `ReplayResult`.
+        ranks: the other context-parallel ranks, which replay the same. None: this process is alone.
     """
 
     def __init__(
@@ -111,9 +113,10 @@ class Replay(Run):
         lanes: Sequence[Lane],
         recorder: Recorder | None = None,
         checker: Lane | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.scheduler: Scheduler = Scheduler(trace, options)
-        self._recorder = recorder
+        self._recorder, self._ranks = recorder, ranks
         facts = {"requests": len(trace), "bad_lines": len(trace.bad_lines)}
         self.result = ReplayResult(
             source={"source": trace.source, "format": trace.format} | facts,
@@ -151,6 +154,8 @@ class Replay(Run):
                 continue
             lane.compare(number, expected, outputs)
             lane.findings.add_all(number, broken_by_slots(plan, pools, config.groups, outputs.slot_mappings))
+            if self._ranks is not None:
+                lane.findings.add_all(number, self._ranks.broken_by_owners(plan, config, outputs.slot_mappings))
             lane.slot_digest = slot_digest(lane.slot_digest, plan, outputs.slot_mappings)
             if self._recorder is not None:
                 digest = lane.digest_outputs(outputs)

@@ -22,6 +22,9 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=1, help="context-parallel ranks")
     parser.add_argument("--interleave-size", type=int, default=1, help="tokens that a rank holds in turn")
     parser.add_argument("--processes", action="store_true", help="a process and a device for each rank: gloo, or NCCL")
+    parser.add_argument(
+        "--diverge-at", type=int, metavar="STEP", help="with --processes: make a rank's table wrong there"
+    )
     parser.add_argument("--encoder-decoder", action="store_true", help="serve an encoder-decoder, over a cross group")
     parser.add_argument("--all", action="store_true", help="every variant of this device")
     arguments = parser.parse_args()
@@ -35,11 +38,13 @@ def main() -> int:
 
     torch.set_num_threads(1)  # of small matrices
     options = vars(arguments)
-    run_all, processes, encoder_decoder = (options.pop(name) for name in ("all", "processes", "encoder_decoder"))
+    run_all, processes, encoder_decoder, diverge_at = (
+        options.pop(name) for name in ("all", "processes", "encoder_decoder", "diverge_at")
+    )
     options["attention"] = options["attention"] or ("triton" if arguments.device == "cuda" else "torch")
     chosen = Variant(**options)
     if processes:
-        verdicts = [run_ranks(chosen)]
+        verdicts = [run_ranks(chosen, diverge_at)]
     elif run_all:
         verdicts = [serve(variant) for variant in all_variants(arguments.device)]
         backends = ("numpy", "triton", "cupy", "numba")

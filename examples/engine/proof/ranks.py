@@ -1,4 +1,7 @@
-"""Context parallelism in earnest: a process and a device for each rank, over torch.distributed."""
+"""Context parallelism in earnest: a process and a device for each rank, over torch.distributed.
+
+Rank 0 changes rows; the others get its packets, and all compare digests in each step.
+"""
 
 import os
 import sys
@@ -11,10 +14,25 @@ import torch.multiprocessing as mp
 
 import blocktable as bt
 from attention import Part
+from proof.rank_link import RankLink
 from proof.variants import Variant, run
 
 
-def serve(rank: int, variant: Variant, meeting_place: str) -> None:
+class Planted(RankLink):
+    """Changes a row of the last rank behind everyone's back, in one step: the ranks must name it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def compare(self, table: bt.BlockTable) -> None:
+        if self.num_steps == self.step and dist.get_rank() == dist.get_world_size() - 1:
+            row = int(table.num_blocks_per_row[0].argmax())
+            table.replace_blocks(row, 0, 0, [table.block_ids(row, 0)[0] + 1])
+        super().compare(table)
+
+
+def serve(rank: int, variant: Variant, meeting_place: str, diverge_at: int | None) -> None:
     """Serve all requests as one rank, which holds its own tokens' keys and values alone; fails if a token differs."""
     world = variant.world_size
     if variant.device == "cuda":
@@ -41,7 +59,8 @@ def serve(rank: int, variant: Variant, meeting_place: str) -> None:
         return [(part[..., :-1], part[..., -1]) for part in gathered]
 
     try:
-        result = run(variant, [shard], all_ranks)
+        link = RankLink() if diverge_at is None else Planted(diverge_at)
+        result = run(variant, [shard], all_ranks, link=link)
         print(f"rank {shard.rank} of {shard.world_size}: {result.report(variant)}", flush=True)
     finally:
         dist.destroy_process_group()
@@ -49,8 +68,13 @@ def serve(rank: int, variant: Variant, meeting_place: str) -> None:
         raise SystemExit(1)
 
 
-def run_ranks(variant: Variant) -> bool:
-    """Start a process for each rank and wait; say whether all of them got the dense cache's tokens."""
+def run_ranks(variant: Variant, diverge_at: int | None = None) -> bool:
+    """Start a process for each rank and wait; say whether all of them got the dense cache's tokens.
+
+    Args:
+        variant: how to serve.
+        diverge_at: the step in which the last rank's table is made wrong. None: none.
+    """
     if variant.device == "cuda" and torch.cuda.device_count() < variant.world_size:
         print(f"FAIL {variant.world_size} ranks want as many GPUs; torch sees {torch.cuda.device_count()}.")
         return False
@@ -59,7 +83,7 @@ def run_ranks(variant: Variant) -> bool:
         if sys.platform == "linux":  # all ranks are on this host, whose name may lead nowhere
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
-            mp.spawn(serve, (variant, meeting_place), nprocs=variant.world_size)
+            mp.spawn(serve, (variant, meeting_place, diverge_at), nprocs=variant.world_size)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
             print(f"FAIL a rank ended: {error}")
             return False

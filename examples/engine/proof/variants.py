@@ -14,6 +14,7 @@ from attention import Part, attend_in_torch
 from model import ModelConfig, Transformer
 from model_runner import ModelRunner
 from proof.dense_cache import generate
+from proof.rank_link import RankLink
 from scheduler import Scheduler
 
 NUM_DRAFTS = 3
@@ -171,6 +172,7 @@ def run(
     shards: Sequence[bt.ContextParallel] | None = None,
     exchange: Callable[[list[Part]], list[Part]] = list,
     numbers: Sequence[int] | None = None,
+    link: RankLink | None = None,
 ) -> Result:
     """Serve the requests and compare.
 
@@ -179,6 +181,7 @@ def run(
         shards: of the ranks in this process. None: all ranks.
         exchange: as ModelRunner's.
         numbers: which requests. None: all.
+        link: as ModelRunner's.
     """
     size, turn = variant.world_size, variant.interleave_size
     shards = shards or [bt.ContextParallel(world_size=size, rank=rank, interleave_size=turn) for rank in range(size)]
@@ -193,6 +196,7 @@ def run(
         attention=attention(variant.attention),
         graph_sizes=(2, 4, 8) if variant.graphs == "on" else (),
         exchange=exchange,
+        link=link,
     )
     scheduler = Scheduler(runner, max_chunk=16)
     wanted = {name: tokens for name, tokens in truth.items() if numbers is None or name[0] in numbers}
@@ -203,6 +207,7 @@ def run(
     seconds = time.perf_counter() - started
     while any(scheduler.prefixes.evict(group) for group in scheduler.groups):
         pass
+    runner.share_rows()
     for rank in runner.ranks:
         rank.table.commit()
         rank.table.verify()
