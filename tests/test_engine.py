@@ -34,7 +34,7 @@ import proof.variants
 from attention import View, attend_in_torch
 from encoder_decoder import CROSS, Queries, Server
 from model import FULL, STATE, WINDOW
-from model_runner import Rank
+from model_runner import ModelRunner, Rank
 from proof.encoder_decoder import report_encoder_decoder, run_encoder_decoder, table_config
 from proof.variants import Variant, all_variants, run
 from request import Request
@@ -59,6 +59,46 @@ def test_tokens_are_those_of_a_dense_cache(variant: Variant) -> None:
     assert result.is_pass, result.report(variant)
     assert result.num_requests == 22
     assert result.smallest_gap > 1e-4, "too close to call in float32"
+
+
+CHECKED = dict.fromkeys(variant for variant in all_variants("cpu") if variant.backend == "numpy")
+
+
+@pytest.mark.parametrize("variant", CHECKED, ids=str)
+def test_the_checker_finds_nothing(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharing, preemption, rollback, forks, windows and ranks, over the host's tables. Rules: R38-R40."""
+    monkeypatch.setenv("BLOCKTABLE_CHECK", "host")
+    result = run(variant)
+    assert result.is_pass, result.report(variant)
+
+
+def test_the_checker_finds_nothing_in_the_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R38-R40."""
+    monkeypatch.setenv("BLOCKTABLE_CHECK", "host")
+    is_pass, report = report_encoder_decoder(Variant())
+    assert is_pass, report
+
+
+def test_a_finding_that_is_only_reported_fails_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy put in by two calls: the tokens are right, but to the checker some of the row is missing. Rules: R40."""
+    change = ModelRunner.change
+
+    def change_in_two(self: ModelRunner, operation: str, *arguments: Any) -> None:
+        if operation != "replace_blocks":
+            change(self, operation, *arguments)
+            return
+        row, group, first, ids = arguments
+        counts = self.ranks[0].table.num_blocks_per_row[:, row].tolist()
+        change(self, "truncate_row", row, [*counts[:group], first, *counts[group + 1 :]])
+        change(self, "append_row", row, [ids if i == group else [] for i in range(len(counts))])
+
+    monkeypatch.setenv("BLOCKTABLE_CHECK", "host")
+    monkeypatch.setattr(ModelRunner, "change", change_in_two)
+    result = run(Variant(), numbers=[2])
+    assert not result.wrong
+    assert {finding.kind for finding in result.findings} == {"position_gap"}
+    assert not result.is_pass
+    assert "position_gap: a token of row" in result.report(Variant())
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch", *EMULATED])

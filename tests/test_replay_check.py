@@ -118,3 +118,28 @@ def test_a_right_replay_has_no_finding_and_a_recording_of_it_none(
         assert cli.main(["replay", "--quiet", "--json", str(tmp_path / "numbers.json"), *trace]) == 0
         assert json.loads((tmp_path / "numbers.json").read_text())["findings"]["count"] == 0
     capsys.readouterr()
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,480,30\n2023-11-16 18:17:04.03,318,28\n"
+MOONCAKE = (
+    '{"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [0, 1, 2]}\n'
+    '{"timestamp": 27, "input_length": 1024, "output_length": 40, "hash_ids": [0, 1]}\n'
+)
+
+
+@pytest.mark.parametrize("rows", ["stable", "dense"])
+@pytest.mark.parametrize("content", [AZURE, MOONCAKE], ids=["azure", "mooncake"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_right_replays_of_traces_have_no_finding(
+    content: str, rows: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prefixes that two requests share, drafts, forks and a window, on one rank and the second of two. Rules: R38."""
+    path = tmp_path / "trace"
+    path.write_text(content)
+    options = ["--all-at-once", "--lookahead", "3", "--fork-every", "2", "--rows", rows]
+    options += ["--group", "block_size=16", "--group", "block_size=64,kernel_block_size=16,sliding_window=128"]
+    if ranks > 1:
+        options += ["--context-parallel", "world_size=2,rank=1,interleave_size=16"]
+    status, _, summary = replay(path, capsys, *options)
+    assert (status, summary["mismatches"], summary["findings"]["count"]) == (0, 0, 0)
+    assert summary["schedule"]["forks"] == 1

@@ -176,9 +176,7 @@ class Scheduler:
             request.blocks[group][first:] = copies = pool.take(len(shared))
             self.runner.copy_blocks(group, shared, copies)
             pool.release(shared)
-            kept = [first if g == group else len(request.blocks[g]) for g in self.groups]
-            self.runner.change("truncate_row", request.row, kept)
-            self.runner.change("append_row", request.row, [copies if g == group else [] for g in self.groups])
+            self.runner.change("replace_blocks", request.row, group, first, copies)
             self.counts["copies of states" if group == STATE else "copies on write"] += 1
 
     # After the model ran: what it says, and what that does to rows and blocks.

@@ -26,8 +26,15 @@ def main() -> int:
         "--diverge-at", type=int, metavar="STEP", help="with --processes: make a rank's table wrong there"
     )
     parser.add_argument("--encoder-decoder", action="store_true", help="serve an encoder-decoder, over a cross group")
+    parser.add_argument(
+        "--requests", type=int, nargs="+", choices=range(16), metavar="N", help="serve these alone, show wrong tokens"
+    )
+    parser.add_argument("--record", metavar="FILE", help="record the first rank's table (blocktable replay FILE)")
     parser.add_argument("--all", action="store_true", help="every variant of this device")
     arguments = parser.parse_args()
+    is_one_run = not (arguments.all or arguments.processes or arguments.encoder_decoder)
+    if (arguments.requests or arguments.record) and not is_one_run:
+        parser.error("--requests and --record want one run in this process: no --all, --processes, --encoder-decoder")
     if arguments.device == "cpu":  # before the libraries are loaded
         for name in ("TRITON_INTERPRET", "NUMBA_ENABLE_CUDASIM", "BLOCKTABLE_CUPY_EMULATE"):
             os.environ.setdefault(name, "1")
@@ -41,6 +48,7 @@ def main() -> int:
     run_all, processes, encoder_decoder, diverge_at = (
         options.pop(name) for name in ("all", "processes", "encoder_decoder", "diverge_at")
     )
+    numbers, record = options.pop("requests"), options.pop("record")
     options["attention"] = options["attention"] or ("triton" if arguments.device == "cuda" else "torch")
     chosen = Variant(**options)
     if processes:
@@ -56,13 +64,37 @@ def main() -> int:
                 verdicts.append(run_ranks(replace(chosen, backend=backend, world_size=size, interleave_size=16)))
             else:
                 print(f"NOT RUN {size} ranks over NCCL: they want as many GPUs, and torch sees {num_devices}")
+    elif numbers:
+        verdicts = [serve_some(chosen, numbers, record)]
     else:
-        verdicts = [serve(chosen, encoder_decoder=encoder_decoder)]
+        verdicts = [serve(chosen, encoder_decoder=encoder_decoder, record=record)]
     print(f"{'PASS' if all(verdicts) else 'FAIL'}: {sum(verdicts)} of {len(verdicts)} as with a dense cache")
     return 0 if all(verdicts) else 1
 
 
-def serve(variant: Variant, *, encoder_decoder: bool = False) -> bool:
+def serve_some(variant: Variant, numbers: list[int], record: str | None) -> bool:
+    """Print where the tokens of each sample leave those of a dense cache, or what the table's checker raised."""
+    from blocktable import CheckError
+    from proof.variants import run, truth
+
+    try:
+        result = run(variant, numbers=numbers, record=record)
+    except CheckError as error:
+        print(f"step {error.finding.step}: {error}")
+        return False
+    for name, wanted in (item for number in numbers for item in truth(variant.device, number).items()):
+        got = result.finished[name]
+        first = next((i for i, pair in enumerate(zip(got, wanted, strict=True)) if pair[0] != pair[1]), None)
+        verdict = "all right"
+        if first is not None:
+            verdict = f"{got[first:][:4]} from token {first} on, not {wanted[first:][:4]}"
+        print(f"request {name[0]}, sample {name[1]}, {len(wanted)} tokens: {verdict}")
+    for finding in result.findings:
+        print(f"step {finding.step}: {finding.message}")
+    return not (result.wrong or result.findings)
+
+
+def serve(variant: Variant, *, encoder_decoder: bool = False, record: str | None = None) -> bool:
     """Print what comes of a variant, an exception too, so that the ones after it are still seen."""
     from proof.encoder_decoder import report_encoder_decoder
     from proof.variants import run
@@ -71,7 +103,7 @@ def serve(variant: Variant, *, encoder_decoder: bool = False) -> bool:
         if encoder_decoder:
             is_pass, report = report_encoder_decoder(variant)
         else:
-            result = run(variant)
+            result = run(variant, record=record)
             is_pass, report = result.is_pass, result.report(variant)
     except Exception:
         traceback.print_exc()

@@ -75,6 +75,8 @@ def run_encoder_decoder(variant: Variant, config: bt.BlockTableConfig | None = N
     server.table.verify()
     if any(sum(pool.num_holders) for pool in server.pools) or server.table.num_blocks_per_row.any():
         raise RuntimeError("A task that has ended still holds blocks.")
+    if found := server.table.collect_findings():
+        raise RuntimeError(f"step {found[0].step}: {found[0].message}")
     return [number for number, tokens in enumerate(truth) if server.finished[number, 0] != tokens]
 
 

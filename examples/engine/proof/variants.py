@@ -3,7 +3,8 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -62,20 +63,25 @@ class Variant:
 
 @dataclass
 class Result:
-    """What came of a variant: the requests whose tokens differ, what never happened, blocks that nobody gave back."""
+    """What came of a variant: the requests whose tokens differ, what never happened, blocks that nobody gave back.
+
+    `findings`: what the tables' checkers found, where BLOCKTABLE_CHECK has them look.
+    """
 
     wrong: list[tuple[int, int]]
     missing: list[str]
     num_leaked: int
+    findings: list[bt.Finding]
     counts: Counter[str]
     smallest_gap: float
     seconds: float
     num_requests: int
     num_tokens: int
+    finished: dict[tuple[int, int], list[int]]
 
     @property
     def is_pass(self) -> bool:
-        return not (self.wrong or self.missing or self.num_leaked)
+        return not (self.wrong or self.missing or self.num_leaked or self.findings)
 
     def report(self, variant: Variant) -> str:
         """Return a verdict, what was served, and how often each feature was used."""
@@ -87,6 +93,7 @@ class Result:
             + (f"; other tokens in requests {self.wrong}" if self.wrong else "")
             + (f"; never happened: {', '.join(self.missing)}" if self.missing else "")
             + (f"; blocks still held: {self.num_leaked}" if self.num_leaked else "")
+            + "".join(f"\nstep {finding.step}: {finding.message}" for finding in self.findings)
         )
 
 
@@ -127,13 +134,17 @@ def requests() -> tuple[tuple[list[int], int, int], ...]:
 
 
 @cache
-def model_and_truth(device: str) -> tuple[Transformer, dict[tuple[int, int], list[int]]]:
-    """Return the model and what the dense cache generates; in float64 on a CPU, in float32 on a GPU."""
-    model = Transformer(ModelConfig(), torch.device(device), torch.float64 if device == "cpu" else torch.float32)
-    return model, {
-        (number, sample): generate(model, prompt, num_new_tokens, sample)
-        for number, (prompt, num_new_tokens, num_samples) in enumerate(requests())
-        for sample in range(num_samples)
+def model_of(device: str) -> Transformer:
+    """Return the model; in float64 on a CPU, in float32 on a GPU."""
+    return Transformer(ModelConfig(), torch.device(device), torch.float64 if device == "cpu" else torch.float32)
+
+
+@cache
+def truth(device: str, number: int) -> dict[tuple[int, int], list[int]]:
+    """Return what the dense cache generates for the samples of a request, by (number, sample)."""
+    prompt, num_new_tokens, num_samples = requests()[number]
+    return {
+        (number, sample): generate(model_of(device), prompt, num_new_tokens, sample) for sample in range(num_samples)
     }
 
 
@@ -171,8 +182,9 @@ def run(
     variant: Variant,
     shards: Sequence[bt.ContextParallel] | None = None,
     exchange: Callable[[list[Part]], list[Part]] = list,
-    numbers: Sequence[int] | None = None,
+    numbers: Iterable[int] | None = None,
     link: RankLink | None = None,
+    record: str | None = None,
 ) -> Result:
     """Serve the requests and compare.
 
@@ -182,10 +194,13 @@ def run(
         exchange: as ModelRunner's.
         numbers: which requests. None: all.
         link: as ModelRunner's.
+        record: file for a recording of the first rank's table.
     """
     size, turn = variant.world_size, variant.interleave_size
     shards = shards or [bt.ContextParallel(world_size=size, rank=rank, interleave_size=turn) for rank in range(size)]
-    model, truth = model_and_truth(variant.device)
+    model = model_of(variant.device)
+    numbers = sorted(range(len(requests())) if numbers is None else set(numbers))
+    wanted = {name: tokens for number in numbers for name, tokens in truth(variant.device, number).items()}
     started = time.perf_counter()
     runner = ModelRunner(
         model,
@@ -199,11 +214,11 @@ def run(
         link=link,
     )
     scheduler = Scheduler(runner, max_chunk=16)
-    wanted = {name: tokens for name, tokens in truth.items() if numbers is None or name[0] in numbers}
-    for number in sorted({number for number, _ in wanted}):
+    for number in numbers:
         scheduler.add(number, *requests()[number])
-    while scheduler.step():
-        pass
+    with nullcontext() if record is None else runner.ranks[0].table.record(record):
+        while scheduler.step():
+            pass
     seconds = time.perf_counter() - started
     while any(scheduler.prefixes.evict(group) for group in scheduler.groups):
         pass
@@ -219,6 +234,8 @@ def run(
         counts=runner.counts,
         smallest_gap=scheduler.smallest_gap,
         seconds=seconds,
+        findings=[finding for rank in runner.ranks for finding in rank.table.collect_findings()],
         num_requests=len(wanted),
         num_tokens=sum(map(len, wanted.values())),
+        finished=scheduler.finished,
     )
