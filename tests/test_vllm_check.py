@@ -290,7 +290,7 @@ def test_a_forgotten_block_is_named_and_of_a_speculator_reported(log: Any, kind:
     runner.map_slots([(one, 40, 50)])
     (line,) = log(logging.ERROR)
     assert line.startswith("missing_block: Row 0 of group 0 holds 3 blocks, 48 tokens; position 48 ")
-    assert line.endswith("Row 0 is request 'one'. (after commit 4)")
+    assert line.endswith("Row 0 is request 'one'. (after commit 3)")
     runner, (one, *_) = prepared(kind, profile, mode)
     space: dict[str, Any] = {"__name__": "vllm.v1.worker.gpu.spec_decode.some.speculator"}
     exec("def call(method, *arguments): method(*arguments)", space)
@@ -401,3 +401,28 @@ def test_off_is_the_class_without_a_check(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("BLOCKTABLE_VLLM_CHECK", "yes")
     with pytest.raises(bt.ConfigError, match=r"BLOCKTABLE_VLLM_CHECK, or check, must be one of off, host, device"):
         make("V2", "0.33.0", "", None)
+
+
+def test_device_mode_is_of_the_drop_ins_own_backend_and_wants_the_number_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    made: list[tuple[Any, dict[str, Any]]] = []
+
+    def noting_table(config: bt.BlockTableConfig, backend: Any, device: Any, **options: Any) -> bt.BlockTable:
+        made.append((backend.name, {"device": device, **options}))
+        return bt.BlockTable(config, backend, device, check="host", on_finding=options["on_finding"])
+
+    monkeypatch.setattr("blocktable_vllm.check.BlockTable", noting_table)
+    tables = make("V1", "0.33.0", "fast", "device")
+    tables.add_row([[1], [2]], 0)
+    assert tables.__check__.table is None
+    assert log(logging.WARNING)[0].endswith("how many blocks there are: the tables are not checked.")
+    runner = Runner("V1", make("V1", "0.33.0", "fast", "device"))
+    for _ in range(20):
+        runner.step()
+    ((backend, options),) = made
+    assert backend == "numpy"
+    assert (options["check"], options["device"]) == ("device", None)
+    assert log(logging.ERROR) == []
+    runner.append(runner.running[0], [[NUM_BLOCKS], []])
+    assert len(log(logging.ERROR)) == 1

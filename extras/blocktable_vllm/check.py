@@ -142,9 +142,9 @@ class Check:
         starts: Any = query_start_loc[: num_reqs + 1].to(torch.int32)
         tokens: Any = positions.to(torch.int64)
         rows: Any = None if idx_mapping is None else idx_mapping.to(torch.int32)
-        if self._mode == "host":
-            if starts.is_cuda and torch.cuda.is_current_stream_capturing():
-                return  # cannot be waited for; what a replay maps is not seen
+        if self._mode == "host" and starts.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # cannot be waited for; what a replay maps is not seen
+        if self._mode == "host" or not starts.is_cuda:
             rows, starts, tokens = (None if each is None else each.cpu().numpy() for each in (rows, starts, tokens))
             tokens = tokens[: max(int(starts[-1]), 0)]  # whole buffers are given, padding included
         try:
