@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from blocktable import BlockTable, BlockTableConfig, BlockTableError, Finding
-from blocktable.findings import KINDS
+from blocktable import KINDS, BlockTable, BlockTableConfig, BlockTableError, Finding
 
 MAX_LOGGED = 64
 """Different findings of each level that are logged; a broken engine repeats them every step."""
