@@ -367,6 +367,22 @@ def test_the_log_is_bounded(log: Any) -> None:
     assert lines[-1] == "More of ERROR are not logged."
 
 
+@pytest.mark.parametrize("profile", ["0.25.1", "0.33.0"])
+def test_tables_whose_rows_were_given_up_are_checked(log: Any, profile: str) -> None:
+    """vLLM's runner for CPUs puts the host's rows in the place of the device's."""
+    runner, (one, two, _) = prepared("V1", profile, "fast")
+    for table in runner.tables.block_tables:
+        table.block_table.gpu = table.block_table.cpu
+    wrong = two.blocks[0][2]
+    runner.append(one, [[wrong], []])
+    runner.map_slots([(one, 40, 52), (two, 40, 41)])
+    runner.map_slots([(one, 52, 53), (two, 41, 42)])
+    (said,) = log(logging.ERROR)
+    assert f"block {wrong} (slot {wrong * 16 + 4}) is also row 1's" in said
+    runner.begin(Request("four"))
+    assert runner.tables.__check__.table.block_ids(0, 0).tolist() == one.blocks[0] + [wrong]
+
+
 def test_tables_without_groups_are_taken(log: Any) -> None:
     tables = drop_in_v2("0.33.0", "numpy", "host")(
         block_sizes=[],

@@ -281,7 +281,10 @@ def checked(kind: Any, check_type: type[Check], mode: str) -> Any:
 
     names = [name for name in vars(check_type) if not name.startswith("_")]
     told = {name: _told(getattr(kind, name), name) for name in names}
-    return type(kind.__name__, (kind,), {"__init__": init, "__doc__": kind.__doc__, **told})
+    # The methods that tables take on once their rows were given up.
+    given_up = getattr(kind, "__given_up__", {})
+    others = {name: _told(method, name) if name in told else method for name, method in given_up.items()}
+    return type(kind.__name__, (kind,), {"__init__": init, "__doc__": kind.__doc__, "__given_up__": others, **told})
 
 
 def _told(method: Any, name: str) -> Any:
