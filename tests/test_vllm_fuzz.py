@@ -114,6 +114,12 @@ def test_the_right_one_passes(mode: str) -> None:
     assert fuzz(mode, 600).failure is None
 
 
+@pytest.mark.parametrize("mode", ["fast", "strict", "v2"])
+def test_a_check_changes_nothing(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setenv("BLOCKTABLE_VLLM_CHECK", "host")
+    assert fuzz(mode, 600).failure is None
+
+
 def append_first(method: Any, rows: Any, row: int, block_ids: Any, *, replaces: bool) -> None:
     """A commit that waits takes what comes after it along."""
     rows.is_waiting, is_waiting = False, rows.is_waiting
@@ -230,6 +236,18 @@ def test_vllms_runner_meets_no_difference_at_all(mode: str) -> None:
         runner.step()
     assert max(runner.lengths, default=0) > 0
     assert not runner.met
+
+
+@pytest.mark.parametrize("mode", ["fast", "strict"])
+def test_vllms_runner_is_right_to_the_checker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    monkeypatch.setenv("BLOCKTABLE_VLLM_CHECK", "host")
+    runner = Runner(mode, 3)
+    for _ in range(80):
+        runner.step()
+    assert runner.pair.ours.__check__.table.num_findings == 0
+    assert [record.message[:36] for record in caplog.records] == ["The runner's KV cache configuration "]
 
 
 def test_a_seed_gives_the_same_histories() -> None:

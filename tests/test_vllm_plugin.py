@@ -89,7 +89,7 @@ def dict_of(known: KnownFile) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("", "_MODE", "_BACKEND", "_CLEAN_TAILS"):
+    for name in ("", "_MODE", "_BACKEND", "_CLEAN_TAILS", "_CHECK"):
         monkeypatch.delenv(f"BLOCKTABLE_VLLM{name}", raising=False)
 
 
@@ -139,7 +139,12 @@ def test_a_module_that_is_not_the_files_own_is_left_alone(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("BLOCKTABLE_VLLM", "yes"), ("BLOCKTABLE_VLLM_MODE", "quick"), ("BLOCKTABLE_VLLM_CLEAN_TAILS", "2")],
+    [
+        ("BLOCKTABLE_VLLM", "yes"),
+        ("BLOCKTABLE_VLLM_MODE", "quick"),
+        ("BLOCKTABLE_VLLM_CLEAN_TAILS", "2"),
+        ("BLOCKTABLE_VLLM_CHECK", "1"),
+    ],
 )
 def test_an_impossible_variable_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str
@@ -190,6 +195,28 @@ def test_on_the_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPat
     install_v2()
     assert tree.module.BlockTable.__settings__ == ("0.33.0", "strict", "numpy", False)
     assert tree.runner.BlockTables.__backend__ == "numpy"
+
+
+@needs_torch
+def test_checked_classes_are_installed_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = Tree(monkeypatch, tmp_path, "0.33.0", "0.33.0", "0.33.0")
+    monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
+    monkeypatch.setenv("BLOCKTABLE_VLLM_CHECK", "host")
+    with caplog.at_level(logging.INFO, "vllm"):
+        register()
+    from blocktable_vllm.check import V1Check, V2Check
+
+    for kind, check in ((tree.user.MultiGroupBlockTable, V1Check), (tree.runner.BlockTables, V2Check)):
+        told = {name for name in vars(check) if not name.startswith("_")}
+        assert told <= {name for base in kind.__mro__[:2] for name in vars(base)}
+    assert [record.message.partition(":")[2] for record in caplog.records] == [
+        " profile 0.33.0, mode fast, checked on the host.",
+        " profile 0.33.0, checked on the host.",
+    ]
+    register()
+    assert len(caplog.records) == 2
 
 
 def test_settings_keywords_go_before_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from blocktable_vllm import home as own_home
 from blocktable_vllm import tables, tracked, v2
-from blocktable_vllm.settings import Settings
+from blocktable_vllm.check import V1Check, V2Check, checked
+from blocktable_vllm.settings import CheckMode, Settings
 
 CLASSES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("0.25.1", "strict"): (tables.Table0251, tables.Multi0251),
@@ -34,14 +35,17 @@ class DropIn(NamedTuple):
 
 
 @cache
-def make_classes(settings: Settings, home: Any = own_home) -> DropIn:
+def make_classes(settings: Settings, home: Any = own_home, check: CheckMode = "off") -> DropIn:
     """Return the classes for these settings.
 
     Args:
         settings: profile, mode, backend.
         home: the module whose names they look up at call time: vLLM's own where they are installed in vLLM.
+        check: whether the calls of `MultiGroupBlockTable` are checked.
     """
     table, multi = CLASSES[settings.profile, settings.mode]
+    if check != "off":
+        multi = checked(multi, V1Check, check)
     names: dict[str, Any] = {
         "__home__": home,
         # A plain function, as it is where Triton is off, would be bound as a method.
@@ -60,7 +64,9 @@ def make_classes(settings: Settings, home: Any = own_home) -> DropIn:
 
 
 @cache
-def make_v2_class(profile: str, backend: str | None) -> Any:
+def make_v2_class(profile: str, backend: str | None, check: CheckMode = "off") -> Any:
     """Return the V2 runner's class of a profile over a backend. None: the device's default."""
     base = V2_CLASSES[profile]
+    if check != "off":
+        base = checked(base, V2Check, check)
     return type("BlockTables", (base,), {"__backend__": backend, "__module__": __name__, "__doc__": base.__doc__})

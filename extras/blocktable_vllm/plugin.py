@@ -10,7 +10,15 @@ from types import ModuleType
 from typing import Any
 
 from blocktable import UnsupportedError
-from blocktable_vllm.settings import SWITCH_VARIABLE, V1_FILE, V2_FILE, is_on, make_settings, make_v2_settings
+from blocktable_vllm.settings import (
+    SWITCH_VARIABLE,
+    V1_FILE,
+    V2_FILE,
+    is_on,
+    make_check,
+    make_settings,
+    make_v2_settings,
+)
 
 CLASSES = ("BlockTable", "MultiGroupBlockTable")
 V2_CLASS = "BlockTables"
@@ -50,30 +58,34 @@ def install() -> str | None:
     Raises:
         UnsupportedError: the file is not known, or its module is not what the file says; nothing was changed.
     """
-    settings = make_settings()
+    settings, check = make_settings(), make_check()
     module = _import(V1_FILE.module)
     _require_names(module, (*CLASSES, KERNELS[settings.profile]))
     if _is_ours(getattr(module, CLASSES[0])):
         return None
     from blocktable_vllm.dropin import make_classes
 
-    made = make_classes(settings, module)
+    made = make_classes(settings, module, check)
     for name in CLASSES:
         _replace(getattr(module, name), getattr(made, name))
-    return f"profile {settings.profile}, mode {settings.mode}"
+    return f"profile {settings.profile}, mode {settings.mode}{_checked(check)}"
 
 
 def install_v2() -> str | None:
     """Put the V2 runner's class wherever a loaded module of vLLM names vLLM's own. Returns and raises: as `install`."""
-    profile, backend = make_v2_settings()
+    (profile, backend), check = make_v2_settings(), make_check()
     module = _import(V2_FILE.module)
     _require_names(module, (V2_CLASS,))
     if _is_ours(getattr(module, V2_CLASS)):
         return None
     from blocktable_vllm.dropin import make_v2_class
 
-    _replace(getattr(module, V2_CLASS), make_v2_class(profile, backend))
-    return f"profile {profile}"
+    _replace(getattr(module, V2_CLASS), make_v2_class(profile, backend, check))
+    return f"profile {profile}{_checked(check)}"
+
+
+def _checked(check: str) -> str:
+    return "" if check == "off" else f", checked on the {check}"
 
 
 def _import(name: str) -> ModuleType:

@@ -15,11 +15,13 @@ from blocktable import ConfigError, UnsupportedError
 Profile = Literal["0.25.1", "0.33.0"]
 Mode = Literal["fast", "strict"]
 V2Profile = Literal["0.25.1", "0.32.0", "0.33.0"]
+CheckMode = Literal["off", "host", "device"]
 
 SWITCH_VARIABLE = "BLOCKTABLE_VLLM"
 MODE_VARIABLE = "BLOCKTABLE_VLLM_MODE"
 BACKEND_VARIABLE = "BLOCKTABLE_VLLM_BACKEND"
 CLEAN_TAILS_VARIABLE = "BLOCKTABLE_VLLM_CLEAN_TAILS"
+CHECK_VARIABLE = "BLOCKTABLE_VLLM_CHECK"
 
 
 class KnownFile(NamedTuple):
@@ -104,6 +106,20 @@ def make_v2_settings(profile: str | None = None, backend: str | None = None) -> 
         UnsupportedError: no drop-in was made for this version of vLLM.
     """
     return _profile(V2_FILE, profile, get_args(V2Profile)), _backend(backend)
+
+
+def make_check(check: str | None = None) -> CheckMode:
+    """Return whether a drop-in's calls are checked: what is given, else the environment, else "off".
+
+    Raises:
+        ConfigError: a mode that does not exist.
+    """
+    chosen: Any = check or os.environ.get(CHECK_VARIABLE) or "off"
+    if chosen not in get_args(CheckMode):
+        allowed = ", ".join(get_args(CheckMode))
+        raise ConfigError(f"{CHECK_VARIABLE}, or check, must be one of {allowed}; got {chosen!r}.")
+    mode: CheckMode = chosen
+    return mode
 
 
 def _backend(name: str | None) -> str | None:
