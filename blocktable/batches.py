@@ -105,6 +105,9 @@ class StepPlan:
             arrays, addresses: in the order of `STEP_INPUTS`.
             is_certain: whether the addresses say all.
         """
+        for name, address, size in zip(STEP_INPUTS, addresses, self.num_bytes, strict=True):
+            if address == 0 and size:
+                raise DtypeError(f"{name} has no memory that a kernel could read: its address is 0.")
         before = self.addresses
         if before is None or not is_certain or memory.holds_any(addresses, self.num_bytes, before):
             memory.refuse(tuple(zip(STEP_INPUTS, arrays, strict=True)))
