@@ -70,11 +70,14 @@ def test_the_page_has_four_mistakes() -> None:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_mistake_prints_what_the_page_says(name: str, shell: Path) -> None:
-    """Wrong tokens, the checker's finding, the same of a recording, the life of a row. Rules: R38-R40."""
+    """Wrong tokens, the checker's finding, the same of a recording, the life of a row. Rules: R38-R41."""
     plant(SECTIONS[name], shell)
     for command, output in commands(SECTIONS[name]):
         got = printed(command, shell)
         assert re.fullmatch(as_pattern(output), got), f"{command}\n{got}"
+        if "CHECK=host" in command:
+            step_and_kind = got.split(": ")[:2]
+            assert printed(command.replace("host", "device"), shell).split(": ")[:2] == step_and_kind
 
 
 def test_without_a_mistake_the_same_requests_are_right(shell: Path) -> None:
@@ -84,7 +87,7 @@ def test_without_a_mistake_the_same_requests_are_right(shell: Path) -> None:
 
 
 def test_the_calls_of_the_page_print_what_stands_below_them() -> None:
-    """Rules: R13, R38-R40."""
+    """Rules: R13, R38-R41."""
     source = "\n".join(re.findall(r"<!-- checker -->\n```python\n(.*?)```", PAGE, re.DOTALL))
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == re.findall(r"^# (.*)$", source, re.MULTILINE)

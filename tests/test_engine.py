@@ -64,17 +64,19 @@ def test_tokens_are_those_of_a_dense_cache(variant: Variant) -> None:
 CHECKED = dict.fromkeys(variant for variant in all_variants("cpu") if variant.backend == "numpy")
 
 
+@pytest.mark.parametrize("mode", ["host", "device"])
 @pytest.mark.parametrize("variant", CHECKED, ids=str)
-def test_the_checker_finds_nothing(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharing, preemption, rollback, forks, windows and ranks, over the host's tables. Rules: R38-R40."""
-    monkeypatch.setenv("BLOCKTABLE_CHECK", "host")
+def test_the_checker_finds_nothing(variant: Variant, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharing, preemption, rollback, forks, windows and ranks, over the host's tables. Rules: R38-R41."""
+    monkeypatch.setenv("BLOCKTABLE_CHECK", mode)
     result = run(variant)
     assert result.is_pass, result.report(variant)
 
 
-def test_the_checker_finds_nothing_in_the_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules: R38-R40."""
-    monkeypatch.setenv("BLOCKTABLE_CHECK", "host")
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_the_checker_finds_nothing_in_the_encoder_decoder(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules: R38-R41."""
+    monkeypatch.setenv("BLOCKTABLE_CHECK", mode)
     is_pass, report = report_encoder_decoder(Variant())
     assert is_pass, report
 
