@@ -37,20 +37,20 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that holds the reader, compiled ahead: it takes three seconds."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copy(CPP / "golden_vectors.hpp", folder)
-    subprocess.run([str(COMPILER), "-std=c++17", "-x", "c++-header", folder / "golden_vectors.hpp"], check=True)
+    subprocess.run([str(COMPILER), "-std=c++17", "-x", "c++-header", str(folder / "golden_vectors.hpp")], check=True)
     return folder
 
 
 def compiled(folder: Path, reader: Path, source: str, *options: str) -> Path:
     program = folder / "slot_mapper"
     (folder / "slot_mapper.cpp").write_text(source)
-    command = [str(COMPILER), "-std=c++17", *options, "-I", reader, "-o", program]
-    subprocess.run([*command, folder / "slot_mapper.cpp"], check=True)
+    command = [str(COMPILER), "-std=c++17", *options, "-I", str(reader), "-o", str(program)]
+    subprocess.run([*command, str(folder / "slot_mapper.cpp")], check=True)
     return program
 
 
 def run(program: Path, *vectors: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, *vectors], capture_output=True, text=True, check=False)
+    return subprocess.run([str(program), *map(str, vectors)], capture_output=True, text=True, check=False)
 
 
 def num_mappings() -> int:

@@ -148,7 +148,7 @@ class Runner:
 
     def map_slots(self, scheduled: list[tuple[Request, int, int]]) -> None:
         """Commit, and compute the slots of positions start .. stop - 1 of each request."""
-        starts, positions = [0], []
+        starts, positions = [0], list[int]()
         for _, start, stop in scheduled:
             positions += range(start, stop)
             starts.append(len(positions))

@@ -10,13 +10,13 @@ import numpy as np
 
 from blocktable.check_plan import DEVICE_KINDS, MAX_INT32, MAX_RECORDS, RECORD, REQUEST_KINDS, CheckPlan
 from blocktable.checking.calls import StartsCheck, check_starts
-from blocktable.checking.pools import Difference, Holders, Pool
+from blocktable.checking.pools import Holders, Pool
 from blocktable.checking.reasons import slot_reason
 from blocktable.checking.rows import CheckedRows
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ConfigError
 from blocktable.findings import Finding, Findings
-from blocktable.host_path import HostPath
+from blocktable.host_path import Difference, HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import Array, Backend, Batch, BlockStore, ExportBuffers, IntArray, StepBuffers
 
