@@ -127,8 +127,6 @@ def test_sdist_holds_the_whole_project(dist: Path) -> None:
         assert names - {"PKG-INFO"} == there
     built = [name for name in names if name.startswith("extras/") and name.endswith(".cpp")]
     assert not [*built, *(name for name in names if name.endswith(BUILT))]
-        name for name in names if name.endswith(BUILT) or (name.startswith("extras/") and name.endswith(".cpp"))
-    ]
 
 
 def test_the_host_path_is_compiled_where_a_compiler_is(wheel: Path, in_wheel: set[str], run: Run) -> None:
