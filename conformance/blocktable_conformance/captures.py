@@ -58,6 +58,7 @@ class Streams:
         self.synchronize()
 
     def replay(self, captured: Any) -> None:
-        """Replay a capture and wait."""
+        """Replay a capture and wait. It goes to the current stream: what was launched on others comes first."""
+        self.synchronize()
         captured.replay()
         self.synchronize()

@@ -133,7 +133,6 @@ def test_captured_positions_are_mapped_at_each_replay(subject: Subject, streams:
     for block_id in (9, 6):
         table.table.set_row(0, ([block_id, 4], [5]))
         table.table.commit(stream=stream)
-        streams.synchronize()  # a replay goes to the current stream
         streams.replay(captured)
         got = subject.to_host(out).tolist()
         check(got == [[4 * block_id + 3, 16]], "R36", f"with block {block_id} committed a replay made the slots {got}.")
