@@ -38,6 +38,12 @@ CONFIG = BlockTableConfig(
 ONE_GROUP = BlockTableConfig(
     groups=[KVCacheGroup(block_size=16)], max_num_reqs=12, max_num_batched_tokens=64, max_model_len=200
 )
+PLAIN_GROUPS = BlockTableConfig(
+    groups=[KVCacheGroup(block_size=16), KVCacheGroup(block_size=8), KVCacheGroup(block_size=16)],
+    max_num_reqs=12,
+    max_num_batched_tokens=64,
+    max_model_len=200,
+)
 
 
 def both(config: BlockTableConfig) -> tuple[CompiledRows, NumpyRows]:
@@ -214,7 +220,7 @@ def test_an_unsorted_append_survives_a_look_at_the_journal() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("config", [CONFIG, ONE_GROUP], ids=["groups", "one"])
+@pytest.mark.parametrize("config", [CONFIG, PLAIN_GROUPS, ONE_GROUP], ids=["groups", "plain groups", "one"])
 def test_a_mirror_that_is_behind_shows_nowhere(config: BlockTableConfig, seed: int) -> None:
     """Appends of one block each, one after another, are only noted; whatever looks sees them. Rules: R4, R5, R9.1."""
     rng = np.random.default_rng(seed)
@@ -222,13 +228,14 @@ def test_a_mirror_that_is_behind_shows_nowhere(config: BlockTableConfig, seed: i
     pair[0]._operations.least_late = 1
     was_behind = 0
     for step in range(200):
-        rows = np.sort(rng.permutation(12)[:5]) if step % 5 else rng.permutation(12)[:5]
-        ids = [rng.integers(1, 400, 5).astype(np.int32) for _ in config.groups]
+        size = 12 if step % 7 == 0 else 5  # all rows: the counts of groups follow one another
+        rows = np.sort(rng.permutation(12)[:size]) if step % 5 else rng.permutation(12)[:size]
+        ids = [rng.integers(1, 400, size).astype(np.int32) for _ in config.groups]
         empties, copies, looks, edits = rng.integers(0, 12, 4) == 0
         for host in pair:
             if empties or (host.filled >= 4).any():
                 host.truncate_rows(np.arange(12), np.full(12, int(looks)))
-            host.append_rows(rows, ids, np.ones(5, np.int64))
+            host.append_rows(rows, ids, np.ones(size, np.int64))
             if copies:
                 host.copy(np.array([1, 2]), np.array([2, 5]), vacate=True)
             if edits:
@@ -240,7 +247,7 @@ def test_a_mirror_that_is_behind_shows_nowhere(config: BlockTableConfig, seed: i
         for host in pair:
             host.committed()
     same(*pair)
-    assert (was_behind > 20) == (config is ONE_GROUP)  # a group of several columns a block writes immediately
+    assert (was_behind > 10) == (config is not CONFIG)  # a group of several columns a block writes immediately
 
 
 def test_a_view_of_the_host_table_follows_every_change() -> None:

@@ -316,14 +316,16 @@ cdef class Operations(Arguments):
         cdef CompiledJournal journal = self.journal
         cdef const int64_t* rows = self.rows.data()
         cdef int64_t n = self.rows.size(), i = 0, start
+        cdef Range* last
         while i < n:
             start = i
             i += 1
             while i < n and rows[i] == rows[i - 1] + 1:
                 i += 1
             if not journal.ranges.empty():
-                if journal.ranges.back().offset + journal.ranges.back().length == first + rows[start]:
-                    journal.ranges.back().length += i - start
+                last = &journal.ranges[journal.ranges.size() - 1]  # back() would be a copy here
+                if last.offset + last.length == first + rows[start]:
+                    last.length += i - start
                     continue
             journal.ranges.push_back(Range(first + rows[start], i - start, 0, False))
 
