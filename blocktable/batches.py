@@ -12,7 +12,7 @@ from blocktable.config import BlockTableConfig, SlotDtype
 from blocktable.errors import ArgumentError, DtypeError
 from blocktable.exports import Export
 from blocktable.host_path import HostPath
-from blocktable.inputs import Reading, without_torch_modes
+from blocktable.inputs import Reading, torch_modes_off, without_torch_modes
 from blocktable.layouts import Layout
 from blocktable.overlaps import OutputMemory
 from blocktable.protocols import STEP_INPUTS, Array, Backend, Batch, ExportBuffers, Step, StepBuffers
@@ -110,7 +110,8 @@ class StepPlan:
                 raise DtypeError(f"{name} has no memory that a kernel could read: its address is 0.")
         before = self.addresses
         if before is None or not is_certain or memory.holds_any(addresses, self.num_bytes, before):
-            memory.refuse(tuple(zip(STEP_INPUTS, arrays, strict=True)))
+            with torch_modes_off():
+                memory.refuse(tuple(zip(STEP_INPUTS, arrays, strict=True)))
         self.addresses = addresses
 
     def batch(self, arrays: Sequence[Array | None], seq_lens: Array | None = None) -> Batch:

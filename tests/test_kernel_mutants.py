@@ -752,7 +752,7 @@ FAULTS = {
     ),
     # What kernels check.
     "bit_of_the_next_block": Fault(
-        "R41",
+        "R41.2",
         "separate and planted_bug_is_found and not graph and shared_block_of_three_rows",
         {
             "triton": {"(held >> (block & 31))": "(held >> (block + 1 & 31))"},
@@ -762,7 +762,7 @@ FAULTS = {
         "checks",
     ),
     "first_token_is_no_excuse": Fault(
-        "R41",
+        "R41.2",
         "separate and planted_bug_is_found and not graph and shared_block_in_a_window",
         {
             "triton": {"is_shared & (is_first == 0)": "is_shared"},
@@ -772,7 +772,7 @@ FAULTS = {
         "checks",
     ),
     "marks_are_not_kept": Fault(
-        "R41",
+        "R41.2",
         "separate and planted_bug_is_found and not graph and position_gap_after",
         {
             "triton": {"tl.store(kept_ptr, restart, mask=is_asked)": "pass"},
@@ -782,7 +782,7 @@ FAULTS = {
         "checks",
     ),
     "every_call_has_one_number": Fault(
-        "R41",
+        "R41.2",
         "separate and planted_bug_is_found and not graph and slot_written_twice_in_a_tree",
         {
             "triton": {"tl.load(_pointer(checker, tl.int32)) + 1)": "tl.load(_pointer(checker, tl.int32)))"},

@@ -97,11 +97,11 @@ def launch(function, *rest):
 
 module.driver.cuLaunchKernel = launch
 layout, high = signature_of("map_slots").layout, 2**46 + 8
-arguments = (high, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, 2**32)
+arguments = (high, high, 16, 3, 700, 4, 24, 1, 2, 32, 40, 2**33, 600, 2**32, 48, 56)
 kernel = module.GpuKernel("map_slots", 77)
 kernel((3, 2), arguments, 5)
 try:
-    kernel((3, 2), (*arguments[:12], 2**32 + 5, 1), 5)
+    kernel((3, 2), (*arguments[:12], 2**32 + 5, 1, 48, 56), 5)
 except struct.error:
     print("refused")
 """

@@ -145,11 +145,11 @@ def test_streams_are_refused_where_not_declared(subject: Subject) -> None:
 def test_checks_of_kernels_are_refused_where_not_declared(subject_once: Subject) -> None:
     """Without `device_checks` a table is not checked by kernels, and says so.
 
-    Rules: R41.
+    Rules: R41.7.
     """
     require_absence(subject_once, "device_checks")
     config = small_config(KVCacheGroup(block_size=4, num_blocks=8))
-    must_be_refused("R41", 'check="device"', lambda: subject_once.table(config, check="device"))
+    must_be_refused("R41.7", 'check="device"', lambda: subject_once.table(config, check="device"))
 
 
 def test_exports_of_parts_are_refused_where_not_declared(subject_once: Subject) -> None:

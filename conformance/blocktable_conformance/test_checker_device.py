@@ -101,7 +101,7 @@ def come_back_in_a_window(subject: Subject, table: BlockTable) -> None:
     table.set_row(1, [5])
     write(subject, table, 1, 0, 2)
     write(subject, table, 1, 2, 4)
-    check(not table.collect_findings(), "R41", f"all was right until here: {table.findings}")
+    check(not table.collect_findings(), "R41.2", f"all was right until here: {table.findings}")
     table.append_row(1, [7])
 
 
@@ -112,7 +112,7 @@ def stay_stale(subject: Subject, table: BlockTable) -> None:
     write(subject, table, 1, 0, 6)
     table.set_row(0, [9])
     write(subject, table, 0, 0, 2)
-    check(not table.collect_findings(), "R41", f"all was right until here: {table.findings}")
+    check(not table.collect_findings(), "R41.2", f"all was right until here: {table.findings}")
     table.copy_row(0, 2)
 
 
@@ -124,7 +124,7 @@ def go_on(subject: Subject, table: BlockTable) -> None:
     write(subject, table, 0, 4, 6)
     write(subject, table, 0, 3, 7)
     table.move_row(0, 3)
-    check(not table.collect_findings(), "R41", f"all was right until here: {table.findings}")
+    check(not table.collect_findings(), "R41.2", f"all was right until here: {table.findings}")
 
 
 def roll_back(subject: Subject, table: BlockTable) -> None:
@@ -262,13 +262,13 @@ PLANTS = {
 def compare(found: Sequence[Finding], expected: Sequence[dict[str, Any]], step: int) -> None:
     """Demand these findings, all of one step, in any order."""
     got = sorted(found, key=lambda each: each.kind)
-    check(len(got) == len(expected), "R41", f"expected {expected}, found {got}.")
+    check(len(got) == len(expected), "R41.2", f"expected {expected}, found {got}.")
     for finding, fields in zip(got, sorted(expected, key=lambda each: each["kind"]), strict=True):
         for name in ("group", "row", "block_id", "other_row"):
-            check(getattr(finding, name) == fields.get(name), "R41", f"{name} of {fields}: {finding}.")
-        check(finding.position in fields.get("positions", [None]), "R41", f"position of {fields}: {finding}.")
-        check(finding.slot in fields.get("slots", [None]), "R41", f"slot of {fields}: {finding}.")
-        check(finding.step == step, "R41", f"step {step}: {finding}.")
+            check(getattr(finding, name) == fields.get(name), "R41.2", f"{name} of {fields}: {finding}.")
+        check(finding.position in fields.get("positions", [None]), "R41.2", f"position of {fields}: {finding}.")
+        check(finding.slot in fields.get("slots", [None]), "R41.2", f"slot of {fields}: {finding}.")
+        check(finding.step == step, "R41.3", f"step {step}: {finding}.")
         check(finding.message.startswith(f"{finding.kind}: "), "R38", finding.message)
 
 
@@ -281,12 +281,12 @@ def told_step(table: BlockTable) -> int:
 def test_a_planted_bug_is_found(subject: Subject, name: str) -> None:
     """By a step, and again by slots alone; a later right call finds nothing.
 
-    Rules: R40, R41.
+    Rules: R40, R41.2, R41.3.
     """
     plant = PLANTS[name]
     table = make_table(subject, *plant.groups, rows=plant.rows, **plant.options)
     plant.before(subject, table)
-    check(not table.collect_findings(), "R41", f"all was right until here: {table.findings}")
+    check(not table.collect_findings(), "R41.2", f"all was right until here: {table.findings}")
     table.commit()
     batch = Batch(subject, *plant.batch)
     table.compute_slot_mappings(*batch.arrays)
@@ -296,14 +296,14 @@ def test_a_planted_bug_is_found(subject: Subject, name: str) -> None:
         return  # found once: the mark, or the last writer, is another one now
     batch.step(table)
     again = table.collect_findings()[len(found) :]
-    check([each.kind for each in again] == [each.kind for each in found], "R41", f"found again by a step: {again}.")
+    check([each.kind for each in again] == [each.kind for each in found], "R41.2", f"found again by a step: {again}.")
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_is_found_in_a_graph(subject: Subject, name: str) -> None:
     """At a replay of what was captured before the bug was there; at each.
 
-    Rules: R21, R41.
+    Rules: R21, R41.2.
     """
     plant, streams = PLANTS[name], Streams(subject)
     table = make_table(subject, *plant.groups, rows=plant.rows, **plant.options)
@@ -314,7 +314,7 @@ def test_a_planted_bug_is_found_in_a_graph(subject: Subject, name: str) -> None:
     table.compute_slot_mappings(*Batch(subject, [-1], [0, 0], [0]).arrays, stream=stream)
     with streams.capture(stream) as graph:
         table.compute_slot_mappings(*batch.arrays, stream=stream)
-    check(not table.collect_findings(), "R41", "a capture does nothing.")
+    check(not table.collect_findings(), "R41.2", "a capture does nothing.")
     plant.before(subject, table)
     table.commit(stream=stream)
     streams.synchronize()
@@ -325,13 +325,13 @@ def test_a_planted_bug_is_found_in_a_graph(subject: Subject, name: str) -> None:
         return
     streams.replay(graph)
     again = table.collect_findings()[len(found) :]
-    check([each.kind for each in again] == [each.kind for each in found], "R41", f"found at each replay: {again}.")
+    check([each.kind for each in again] == [each.kind for each in found], "R41.2", f"found at each replay: {again}.")
 
 
 def test_a_finding_raises_when_the_call_has_done_its_work(subject: Subject) -> None:
     """Of a later call, or of `collect_findings`; the slots are there, and the changes are committed.
 
-    Rules: R38, R41.
+    Rules: R38, R41.1.
     """
     table = make_table(subject, rows=[[5]], check_kinds=None)
     batch = Batch(subject, [0], [0, 2], [3, 4])
@@ -344,7 +344,7 @@ def test_a_finding_raises_when_the_call_has_done_its_work(subject: Subject) -> N
         call()
     check(caught.value.finding.kind == "missing_block", "R38", f"{caught.value.finding}")
     slots = subject.to_host(table.buffers.slot_mappings[0])[:2].tolist()
-    check(slots == [23, -1], "R12, R41", f"the work is done first: {slots}.")
+    check(slots == [23, -1], "R12, R41.1", f"the work is done first: {slots}.")
     table.verify()
     check(table.collect_findings() == table.findings, "R38", "it is raised once.")
 
@@ -352,32 +352,32 @@ def test_a_finding_raises_when_the_call_has_done_its_work(subject: Subject) -> N
 def test_what_is_off_is_not_looked_for(subject: Subject) -> None:
     """In one group, or in the table.
 
-    Rules: R38, R41.
+    Rules: R38, R41.2.
     """
     kinds = [{**REPORTED, "missing_block": "off"}, {**REPORTED, "slot_written_twice": "off", "unset_row": "off"}]
     table = make_table(subject, B4, B4, rows=[[[5], [6]]], check_kinds=kinds)
     Batch(subject, [0, 0], [0, 2, 3], [3, 4, 3]).step(table)
     found = [(each.kind, each.group) for each in table.collect_findings()]
-    check(sorted(found) == [("missing_block", 1), ("slot_written_twice", 0)], "R41", f"{found}")
+    check(sorted(found) == [("missing_block", 1), ("slot_written_twice", 0)], "R41.2", f"{found}")
 
 
 def test_rules_of_the_host_hold_with_kernels_too(subject: Subject) -> None:
     """Row operations are looked at by the host, and host arrays' starts.
 
-    Rules: R40, R41.
+    Rules: R40, R41.1.
     """
     table = make_table(subject, rows=[[5]])
     table.append_row(0, [5])
     table.set_row(0, [7])
     table.step(np.array([0], np.int32), np.array([0, 2], np.int32), np.arange(4), num_tokens_padded=1)
     kinds = [each.kind for each in table.collect_findings()]
-    check(kinds == ["duplicate_block", "live_row_set", "padding_below_tokens"], "R41", f"{kinds}")
+    check(kinds == ["duplicate_block", "live_row_set", "padding_below_tokens"], "R41.1", f"{kinds}")
 
 
 def test_an_export_that_is_cut_is_known_at_the_end(subject: Subject) -> None:
     """Nobody sees it without a wait; `collect_findings` waits.
 
-    Rules: R27, R41.
+    Rules: R27, R41.1.
     """
     table = make_table(subject, rows=[[1, 2, 3, 4], [5, 6, 7, 8]])
     if not subject.declares("exports"):
@@ -389,9 +389,9 @@ def test_an_export_that_is_cut_is_known_at_the_end(subject: Subject) -> None:
         pytest.skip("host arrays are refused.")
     table.export("csr", mapping, seq_lens=lens, out=out)
     (found,) = table.collect_findings()
-    check(found.kind == "export_cut", "R41", f"{found}")
+    check(found.kind == "export_cut", "R41.1", f"{found}")
     check("3 entries" in found.message, "R38", found.message)
-    check(table.collect_findings() == (found,), "R41", "it is counted once.")
+    check(table.collect_findings() == (found,), "R41.1", "it is counted once.")
 
 
 def test_a_cross_group_is_not_looked_at(subject: Subject) -> None:
@@ -411,21 +411,21 @@ def test_a_cross_group_is_not_looked_at(subject: Subject) -> None:
 def test_memory_that_was_lost_tells_nothing(subject: Subject) -> None:
     """After `invalidate` who wrote last is not known; what rows hold is.
 
-    Rules: R24, R41.
+    Rules: R24, R41.5.
     """
     table = make_table(subject, WINDOW, rows=[[5, 6]])
     write(subject, table, 0, 0, 2)
     table.copy_row(0, 1)
     table.invalidate()
     write(subject, table, 1, 2, 3)
-    check(not table.collect_findings(), "R41", f"{table.findings}")
+    check(not table.collect_findings(), "R41.5", f"{table.findings}")
     write(subject, table, 0, 2, 3)
     compare(table.collect_findings(), [is_written("shared_block_written", 0, [2], 5, other_row=1)], told_step(table))
     table.verify()
 
 
 def test_groups_say_how_many_blocks_they_have(subject: Subject) -> None:
-    """Rules: R41."""
+    """Rules: R41.6."""
     make_table(subject)
     with pytest.raises(ConfigError, match="set num_blocks in every group that has slots; group 1 has none"):
         make_table(subject, B4, KVCacheGroup(block_size=4))
@@ -441,7 +441,7 @@ class DeviceEngine(RightEngine):
 def test_kernels_find_nothing_in_a_right_history(subject: Subject, name: str) -> None:
     """As in host mode: prefixes, forks with a copy, rollback, preemption, moves, windows.
 
-    Rules: R40, R41.
+    Rules: R40, R41.2, R41.4.
     """
     options = dict(CONFIGS[name])
     options["groups"] = [replace(group, num_blocks=group.num_blocks or NUM_BLOCKS) for group in options["groups"]]
@@ -449,5 +449,5 @@ def test_kernels_find_nothing_in_a_right_history(subject: Subject, name: str) ->
     engine = DeviceEngine(subject, 7, **options)
     engine.run(40)
     engine.table.collect_findings()
-    check(not engine.table.num_findings, "R41", f"the history is right: {engine.table.findings}")
+    check(not engine.table.num_findings, "R41.2", f"the history is right: {engine.table.findings}")
     engine.table.verify()

@@ -303,7 +303,7 @@ def _header(table: BlockTable) -> dict[str, Any]:
         "backend": table.backend.name,
         "check": table.check,
         "fingerprint": table.config.fingerprint(),
-        "config": asdict(table.config),
+        "config": {name: value for name, value in asdict(table.config).items() if name != "check_plan"},
     }
 
 
