@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
@@ -73,13 +73,13 @@ class Memory:
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
         """Work on a stream. Memory that torch takes meanwhile breaks no capture of anyone on another one."""
-        exchange, mode = capture_mode_exchange(), ctypes.c_int(RELAXED)
-        exchange(mode)
+        mode = ctypes.c_int(RELAXED)
+        capture_mode_exchange()(ctypes.byref(mode))
         try:
             with torch.cuda.stream(stream_object(self.device, stream)):
                 yield
         finally:
-            exchange(mode)
+            capture_mode_exchange()(ctypes.byref(mode))
 
     def is_capturing(self, stream: int) -> bool:
         if stream == 0:  # the default stream cannot be captured, and a question about it breaks captures of others
@@ -95,14 +95,11 @@ class Memory:
 
 
 @cache
-def capture_mode_exchange() -> Callable[[Any], int]:
+def capture_mode_exchange() -> Any:
     """Return the driver's call that exchanges how strict captures are with this thread."""
-    if torch.version.hip:
-        found: Callable[[Any], int] = ctypes.CDLL("libamdhip64.so").hipThreadExchangeStreamCaptureMode
-    else:
-        library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        found = library.cuThreadExchangeStreamCaptureMode
-    return lambda mode: found(ctypes.byref(mode))
+    cuda = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    prefix, library = ("hip", "libamdhip64.so") if torch.version.hip else ("cu", cuda)
+    return getattr(ctypes.CDLL(library), f"{prefix}ThreadExchangeStreamCaptureMode")
 
 
 @lru_cache(64)
