@@ -45,9 +45,8 @@ class TorchBackend:
     def capabilities(self) -> frozenset[str]:
         """What it can do beyond the protocol; streams have handles, and captures exist, where torch speaks CUDA."""
         is_cuda = self.why_unavailable() is None and self.default_device.type == "cuda"
-        return frozenset(
-            {"int32_slots", "exports", "export_parts"} | ({"streams", "graph_capture"} if is_cuda else set())
-        )
+        found = {"int32_slots", "exports", "export_parts"}
+        return frozenset(found | {"streams", "graph_capture"} if is_cuda else found)
 
     @cached_property
     def default_device(self) -> Any:
@@ -70,9 +69,8 @@ class TorchBackend:
         try:
             return torch.empty(0, device=device).device
         except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-            raise ArgumentError(
-                f"torch has no device {str(device)!r} here: {str(error).splitlines()[0].rstrip('.')}."
-            ) from error
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ArgumentError(f"torch has no device {str(device)!r} here: {reason}.") from error
 
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> Any:
         from blocktable_torch.store import TorchStore
@@ -89,8 +87,7 @@ class TorchBackend:
 
     def to_host(self, array: Any) -> np.ndarray[Any, Any]:
         self.synchronize(array.device)
-        found: np.ndarray[Any, Any] = array.to("cpu", copy=True).numpy()
-        return found
+        return np.asarray(array.to("cpu", copy=True))
 
     def synchronize(self, device: Any = None) -> None:
         from blocktable_torch.memory import Memory

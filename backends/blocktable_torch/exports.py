@@ -78,12 +78,8 @@ class ExportCall:
             column: of its row, by true positions.
             is_used: which places have an entry at all.
         """
-        store, batch, group, is_ring = (
-            self.store,
-            self.batch,
-            self.store.config.groups[index],
-            self.layout.kind == "ring",
-        )
+        store, batch, is_ring = self.store, self.batch, self.layout.kind == "ring"
+        group = store.config.groups[index]
         columns = store.columns_of(index, self.rows)
         source = column % columns.clamp(min=1)[request] if is_ring else column
         block = store.entries(index, self.rows[request], source, is_used)

@@ -15,8 +15,8 @@ import torch
 from blocktable import ArgumentError
 from blocktable.device import refuse_capture
 
-RELAXED = 2
-"""cudaStreamCaptureModeRelaxed, and HIP's."""
+RELAXED, CUDA = 2, "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+"""cudaStreamCaptureModeRelaxed, which is HIP's too; CUDA's library."""
 
 
 class Memory:
@@ -66,9 +66,8 @@ class Memory:
         return torch.cuda.device(self.device)
 
     def stream(self, handle: int | None) -> int:
-        if handle is None:
-            return int(torch.cuda.current_stream(self.device).cuda_stream)
-        return 0 if handle == 1 else handle  # both are the legacy default stream
+        found = int(torch.cuda.current_stream(self.device).cuda_stream) if handle is None else handle
+        return 0 if found == 1 else found  # both are the legacy default stream
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
@@ -82,10 +81,8 @@ class Memory:
             capture_mode_exchange()(ctypes.byref(mode))
 
     def is_capturing(self, stream: int) -> bool:
-        if stream == 0:  # the default stream cannot be captured, and a question about it breaks captures of others
-            return False
-        with torch.cuda.stream(stream_object(self.device, stream)):
-            return bool(torch.cuda.is_current_stream_capturing())
+        with self.on(stream):  # the default one cannot be captured, and asking about it breaks captures of others
+            return bool(stream and torch.cuda.is_current_stream_capturing())
 
     def order(self, before: int, after: int) -> None:
         stream_object(self.device, after).wait_stream(stream_object(self.device, before))
@@ -97,8 +94,7 @@ class Memory:
 @cache
 def capture_mode_exchange() -> Any:
     """Return the driver's call that exchanges how strict captures are with this thread."""
-    cuda = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
-    prefix, library = ("hip", "libamdhip64.so") if torch.version.hip else ("cu", cuda)
+    prefix, library = ("hip", "libamdhip64.so") if torch.version.hip else ("cu", CUDA)
     return getattr(ctypes.CDLL(library), f"{prefix}ThreadExchangeStreamCaptureMode")
 
 

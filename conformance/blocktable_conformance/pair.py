@@ -482,7 +482,9 @@ class Pair:
 
         got = [summary(finding) for finding in self.findings[before:]]
         got = [each for each in got if each[0] != "shared_block_written" or each[1] not in with_windows]
-        check(places(got) == places(expected), "R40, R41.2", f"kernels must find {sorted(expected)}, got {sorted(got)}.")
+        check(
+            places(got) == places(expected), "R40, R41.2", f"kernels must find {sorted(expected)}, got {sorted(got)}."
+        )
 
     def _groups(self) -> range:
         return range(len(self.config.groups))
