@@ -336,3 +336,22 @@ def test_copied_rows_live_their_own_lives(subject_once: Subject) -> None:
     pair.do("append_row", 1, [3])
     expect_host(pair, [[1, 2], [1, 2, 3]], "R4")
     pair.commit()
+
+
+def test_appends_to_every_row_reach_the_device_in_every_group(subject_once: Subject) -> None:
+    """Many columns at once may travel on a way of their own, and one after another: of each group and row.
+
+    Rules: R9.1, R9.7.
+    """
+    groups = [KVCacheGroup(block_size=4) for _ in range(8)]
+    config = BlockTableConfig(groups=groups, max_num_reqs=40, max_num_batched_tokens=40, max_model_len=96)
+    table = subject_once.table(config)
+    for turn in range(20):
+        rows = [*range(40)] if turn % 3 else [*range(40)][::-1]
+        ids = [[1 + (turn + 7 * group + row) % 90 for row in rows] for group in range(8)]
+        table.append_rows(rows, ids, [1] * 40)
+        table.commit()
+        if turn in (0, 4, 19):
+            table.verify()
+    expected = [[1 + (turn + 7 * 3 + row) % 90 for turn in range(20)] for row in range(40)]
+    check(table.host_table(3)[:, :20].tolist() == expected, "R9.1", "a row of group 3 holds other blocks.")
