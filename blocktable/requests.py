@@ -60,7 +60,7 @@ class Requests:
     def __init__(self, table: BlockTable) -> None:
         if not isinstance(table, BlockTable):
             raise DtypeError(f"table must be a BlockTable, got {type(table).__name__}.")
-        self.table = table
+        self.table: BlockTable = table
         self._num_groups = len(table.config.groups)
         self._row: dict[Hashable, int] = {}
         self._preempted: set[Hashable] = set()

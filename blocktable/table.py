@@ -96,7 +96,8 @@ class BlockTable(RankCalls, ExportCalls):
             raise ConfigError(f"step_path must be one of {get_args(StepPath)}, got {step_path!r}.")
         self.check: CheckMode = check_mode(check)
         findings = Findings(len(config.groups), check_kinds, on_finding)
-        self.config = config = plan_checking(self.check, config, findings)
+        config = plan_checking(self.check, config, findings)
+        self.config: BlockTableConfig = config
         self.backend: Backend = get_backend(backend) if isinstance(backend, str) else check_backend(backend)
         self.device = device
         if config.slot_dtype == "int32":

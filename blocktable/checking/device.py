@@ -74,7 +74,7 @@ class SharedPool(Pool):
         is_shared: whether two cells held it when `switched` was last asked.
     """
 
-    arrays = (*Pool.arrays, "squares", "is_shared")
+    arrays: tuple[str, ...] = (*Pool.arrays, "squares", "is_shared")
 
     def __init__(self, groups: tuple[int, ...], limit: int) -> None:
         super().__init__(groups, limit)
@@ -109,7 +109,7 @@ class SharedPool(Pool):
 class DeviceHolders(Holders):
     """`Holders` over an arena that ends with what kernels are told."""
 
-    pool_type = SharedPool
+    pool_type: type[Pool] = SharedPool
 
     def difference(self, rows: HostPath) -> Difference:
         arena = self.config.arena
@@ -255,7 +255,7 @@ class DeviceChecker:
         self.config = config
         self.findings = findings
         self.lives: Any = DeviceLives(config)
-        self.holders = DeviceHolders(config)
+        self.holders: DeviceHolders = DeviceHolders(config)
         self.num_commits: int = 0
         self._backend, self._store = backend, cast(Any, store)
         self._records: IntArray = self._store.findings

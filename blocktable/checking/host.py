@@ -60,8 +60,8 @@ class HostChecker:
     ) -> None:
         self.config = config
         self.findings = findings
-        self.lives = RowLives(config)
-        self.holders = Holders(config)
+        self.lives: RowLives = RowLives(config)
+        self.holders: Holders = Holders(config)
         self.num_commits: int = 0
         self._backend, self._device, self._store = backend, device, store
         self._can_capture = "graph_capture" in backend.capabilities
