@@ -127,7 +127,8 @@ class Requests:
 
         Raises:
             ArgumentError: a request that changed stands there twice; lengths that disagree. Nothing is changed.
-            Others as `sync`; NoFreeRowError names the first request for which no row is left. Nothing is changed.
+            NoFreeRowError: no row is left for a request; the first one is named. Nothing is changed.
+            RowCapacityError, DtypeError: as `sync`. Nothing is changed.
 
         Rules: R42, R43.
         """
