@@ -424,6 +424,22 @@ def test_memory_that_was_lost_tells_nothing(subject: Subject) -> None:
     table.verify()
 
 
+def test_nothing_is_found_before_the_first_row_operation(subject: Subject) -> None:
+    """Also of what the host sees: starts that end before the positions, padding below the tokens.
+
+    Rules: R40, R41.1.
+    """
+    table = make_table(subject, B4)
+    host = np.array([0], np.int32), np.array([0, 0], np.int32), np.array([0])
+    table.compute_slot_mappings(*host)
+    table.step(*host)
+    check(not table.collect_findings(), "R41.1", f"{table.findings}")
+    table.set_row(0, [5])
+    table.step(*host)
+    kinds = [each.kind for each in table.collect_findings()]
+    check(kinds == ["bad_starts"], "R41.1", f"starts that end before the positions: {kinds}")
+
+
 def test_groups_say_how_many_blocks_they_have(subject: Subject) -> None:
     """Rules: R41.6."""
     make_table(subject)
