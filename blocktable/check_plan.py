@@ -1,4 +1,4 @@
-"""What the kernels of a table check, and where what they need lies: on the device alone, and in the arena (R39)."""
+"""What the kernels of a table check, and where what they need lies: on the device alone, and in the arena (R41)."""
 
 from __future__ import annotations
 

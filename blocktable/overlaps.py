@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ def span_of(array: Any) -> Span | None:
         except (AttributeError, DtypeError, RuntimeError, TypeError):
             return None
         itemsize = getattr(dtype, "itemsize", None) or np.dtype(str(dtype).removeprefix("torch.")).itemsize
-        size = int(np.prod(shape, dtype=np.int64)) * itemsize
+        size = prod(shape) * itemsize
     return Span(start, start + size) if size else None
 
 

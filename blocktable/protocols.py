@@ -412,6 +412,10 @@ class PreparingStore(StagingStore, Protocol):
             addresses: of its arrays, in the order of `STEP_INPUTS`. None, in this and every step of the form: the array
                 is not given, is on the host, or only the store can say it.
             part: what `run_step` shall do of a step; changes never come with "slots".
+
+        Returns:
+            An object of the store's own. If it has `resize(num_positions: int) -> bool`, that makes it serve another
+            number of tokens, or returns False and changes nothing; without it each number is prepared anew.
         """
 
     def run_step(

@@ -75,7 +75,7 @@ class BlockTable(RankCalls, ExportCalls):
         ConfigError: a value is impossible.
         UnsupportedError: the configuration or `step_path` needs a capability the backend does not declare.
 
-    Rules: R4-R24, R38-R40 of the contract, which is docs/spec.md in the sources and blocktable/spec.md in a wheel.
+    Rules: R4-R24, R38-R41 of the contract, which is docs/spec.md in the sources and blocktable/spec.md in a wheel.
     """
 
     @without_torch_modes
@@ -376,8 +376,10 @@ class BlockTable(RankCalls, ExportCalls):
             num_tokens_padded, out: as `_make_plan`.
         """
         self._checks.num_tokens(num_positions, num_tokens_padded)
-        if plan.prepared is not None and not plan.prepared.resize(num_positions):
-            return None
+        if plan.prepared is not None:
+            resize = getattr(plan.prepared, "resize", None)
+            if resize is None or not resize(num_positions):
+                return None
         plan.num_positions = num_positions
         plan.num_bytes = (*plan.num_bytes[:3], 8 * num_positions)
         plan.addresses = NO_ADDRESSES

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a plan is made of the views
 Kept = TypeVar("Kept")
 
 MAX_CACHED_VIEWS = 1024
-"""Views and steps kept for each set of buffers, those used last; an engine that pads uses a few dozen."""
+"""Views kept for each set of buffers, those used last; an engine that pads uses a few dozen."""
 MAX_PLANS = 256
 """Plans of steps kept for each set of buffers, some 2 KB each; the oldest goes. As many as most engines decode requests
 at once."""

@@ -127,6 +127,21 @@ def test_any_number_of_tokens_is_one_plan(table: bt.BlockTable, plans: list[Any]
     assert slots_of(table, idx_mapping[:1], starts[:2], strided[:1]) == [35]
 
 
+def test_a_store_that_cannot_resize_prepares_each_number_of_tokens(
+    table: bt.BlockTable, plans: list[Any], torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`resize` is what a store's own object may have, not what it must. Rules: R17."""
+    if not table._prepares:
+        pytest.skip("this table's store prepares nothing")
+    monkeypatch.delattr("blocktable.device.fused.PreparedStep.resize")
+    idx_mapping, starts, positions = buffers_of(torch)
+    for size in (4, 6, 4):
+        step = table.step(idx_mapping[:4], starts[:5], positions[:size])
+        assert table.backend.to_host(step.slot_mappings[0]).tolist()[:4] == [35, 31, 27, 23]
+        assert len(step.slot_mappings[0]) == size
+    assert len(plans) == 3
+
+
 def test_two_models_in_turn_find_their_plans(table: bt.BlockTable, plans: list[Any], torch: Any) -> None:
     """Rules: R17."""
     idx_mapping, starts, positions = buffers_of(torch)

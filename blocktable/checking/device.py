@@ -1,4 +1,4 @@
-"""The checker whose kernels look, without a wait: what the host tells them, what it makes of their records (R39)."""
+"""The checker whose kernels look, without a wait: what the host tells them, what it makes of their records (R41)."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class DeviceChecker:
         holders: the rows as of the last commit.
         num_commits: commits so far; a step is one.
 
-    Rules: R38, R39.
+    Rules: R38, R41.
     """
 
     def __init__(
