@@ -257,7 +257,8 @@ class DeviceChecker:
         self.lives: Any = DeviceLives(config)
         self.holders: DeviceHolders = DeviceHolders(config)
         self.num_commits: int = 0
-        self._is_used = False  # until the first row operation: warm-up and profiling
+        self._has_rows = False  # until the first row operation: warm-up and profiling
+        self._is_told = False  # until a commit after it: kernels know of no row before
         self._backend, self._store = backend, cast(Any, store)
         self._records: IntArray = self._store.findings
         self._next = 0  # number of the first record that was not read
@@ -279,7 +280,7 @@ class DeviceChecker:
         return cast(HostPath, CheckedRows(rows, self))
 
     def before_row_call(self) -> None:
-        self._is_used = True
+        self._has_rows = True
         self.lives.tell()
 
     def hand_in(self, group: int, ids: IntArray) -> bool:
@@ -296,6 +297,7 @@ class DeviceChecker:
 
     def before_commit(self, stream: int | None) -> None:
         self.num_commits += 1
+        self._is_told = self._is_told or self._has_rows
         self._tell()
 
     def before_gather(self, batch: Batch, out: StepBuffers, stream: int | None) -> None:
@@ -305,7 +307,7 @@ class DeviceChecker:
         self, batch: Batch, num_tokens_padded: int | None, groups: tuple[int, ...] | None, stream: int | None
     ) -> None:
         starts = batch.query_start_loc
-        if self._is_used and type(starts) is np.ndarray:
+        if self._is_told and type(starts) is np.ndarray:
             is_on_host = type(batch.positions) is np.ndarray
             call = StartsCheck(starts, batch.num_positions, num_tokens_padded, is_on_host)
             is_seen = starts[0] != 0 or starts[-1] > batch.num_positions or bool((starts[1:] < starts[:-1]).any())
@@ -315,6 +317,7 @@ class DeviceChecker:
             self.findings.add(found)
 
     def before_step(self, batch: Batch, num_tokens_padded: int | None, out: StepBuffers, stream: int | None) -> None:
+        self._is_told = self._is_told or self._has_rows
         self.before_slots(batch, num_tokens_padded, None, stream)
         self._tell()
         self.num_commits += 1
