@@ -85,7 +85,7 @@ class HostChecker:
         self._quick = self._make_quick(getattr(rows, "token_check", None))
         return cast(HostPath, CheckedRows(rows, self))
 
-    def before_row_call(self) -> None:
+    def on_row_call(self) -> None:
         self._is_used = self._has_new_lives = True
         self._settle()
 

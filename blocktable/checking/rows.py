@@ -30,8 +30,8 @@ class RowWatcher(Protocol):
     lives: RowLives
     num_commits: int
 
-    def before_row_call(self) -> None:
-        """A row operation is about to change the rows. It is not refused any more."""
+    def on_row_call(self) -> None:
+        """A row operation changes the rows. It is not refused any more."""
 
     def hand_in(self, group: int, ids: IntArray) -> bool:
         """Blocks come into rows; return whether any of them may be in a row of the pool already. ids: [n] int64."""
@@ -102,7 +102,7 @@ class CheckedRows:
 
     def _append(self, rows: IntArray, block_ids: Any, counts: Any, call: Callable[[], None]) -> None:
         ids, blocks = self._rows.check_blocks(rows, block_ids, counts, is_append=True)
-        self._watcher.before_row_call()
+        self._watcher.on_row_call()
         for group, given, owners, places in self._given(ids, blocks):
             if group in self._with_distinct and given.size:
                 held = self._rows.filled[group, rows] // self._expansion(group)
@@ -122,7 +122,7 @@ class CheckedRows:
 
     def _set(self, rows: IntArray, block_ids: Any, counts: Any, call: Callable[[], None]) -> None:
         ids, blocks = self._rows.check_blocks(rows, block_ids, counts, is_append=False)
-        self._watcher.before_row_call()
+        self._watcher.on_row_call()
         differs, goes_on = np.zeros((2, rows.size), np.bool_)
         first_group = np.zeros(rows.size, np.int64)
         for group, given, owners, places in self._given(ids, blocks):
@@ -145,7 +145,7 @@ class CheckedRows:
 
     def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
         ids, blocks = self._rows.check_replacement(rows, group, starts, block_ids, counts)
-        self._watcher.before_row_call()
+        self._watcher.on_row_call()
         if group in self._with_distinct and ids.size:
             owners = np.repeat(np.arange(rows.size), blocks)
             places = ranges(starts, blocks)
@@ -159,7 +159,7 @@ class CheckedRows:
 
     def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
         old, new = self._rows.check_mapping(group, old_ids, new_ids)
-        self._watcher.before_row_call()
+        self._watcher.on_row_call()
         rows = np.flatnonzero(self._rows.filled[group])
         held = self._held(group, rows)
         order = old.argsort()
@@ -193,16 +193,16 @@ class CheckedRows:
 
     def _truncate(self, rows: IntArray, call: Callable[[], None]) -> None:
         before = self._rows.filled[:, rows] // self._rows.columns_per_block
-        self._watcher.before_row_call()
-        call()
+        call()  # may refuse it
+        self._watcher.on_row_call()
         self._lives.truncate(rows, before, self._rows.filled[:, rows] // self._rows.columns_per_block)
 
     def null(self, rows: IntArray, group: int, starts: IntArray, stops: IntArray) -> None:
-        self._watcher.before_row_call()
-        self._rows.null(rows, group, starts, stops)
+        self._rows.null(rows, group, starts, stops)  # may refuse it
+        self._watcher.on_row_call()
 
     def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
-        self._watcher.before_row_call()
+        self._watcher.on_row_call()
         self._rows.copy(src, dst, vacate=vacate)
         self._lives.copy(src, dst, vacate=vacate)
 
@@ -210,7 +210,7 @@ class CheckedRows:
         """Another table's changes: its own checker looks at them. They stand for copies, as `replace` does."""
         groups, rows, _ = self._watcher.config.arena.places(entries)
         changed = np.unique(rows)
-        self._watcher.before_row_call()
+        self._watcher.on_row_call()
         before = [self._first_blocks(group, changed) for group in self._with_slots]
         self._rows.exchange(entries, values)
         differs, goes_on = np.zeros((2, changed.size), np.bool_)

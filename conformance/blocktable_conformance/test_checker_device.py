@@ -440,6 +440,18 @@ def test_nothing_is_found_before_the_first_row_operation(subject: Subject) -> No
     check(kinds == ["bad_starts"], "R41.1", f"starts that end before the positions: {kinds}")
 
 
+def test_starts_on_the_host_are_looked_at_without_requests(subject: Subject) -> None:
+    """No kernel looks at a call that has no requests: `query_start_loc` has one entry, and it is not 0.
+
+    Rules: R40, R41.2.
+    """
+    table = make_table(subject, B4)
+    table.set_row(0, [5])
+    table.step(np.zeros(0, np.int32), np.array([2], np.int32), np.array([0, 1]))
+    kinds = [each.kind for each in table.collect_findings()]
+    check(kinds == ["bad_starts"], "R41.2", f"starts that begin with 2: {kinds}")
+
+
 def test_groups_say_how_many_blocks_they_have(subject: Subject) -> None:
     """Rules: R41.6."""
     make_table(subject)
