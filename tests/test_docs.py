@@ -73,6 +73,14 @@ def test_a_rule_says_what_its_tests_check(rule: str) -> None:
     assert "*Tests check*" in section_of(rule)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_begins_with_a_sentence_of_words(rule: str) -> None:
+    """What a newcomer reads first has no formula, and none of its letters."""
+    first = re.split(r"[.:]\s", section_of(rule).split("\n\n")[1])[0]
+    assert re.match(r"[A-Z`]", first)
+    assert not re.search(r"//|\b(B|Bk|k|W|r|I)\b|^Kind ", first), first
+
+
 @pytest.mark.parametrize("rule", ["R9", "R10", "R25"])
 def test_parts_of_a_rule_are_numbered_in_order_and_have_names(rule: str) -> None:
     items = re.findall(r"^- (.*)$", section_of(rule), re.MULTILINE)
@@ -216,8 +224,8 @@ def test_the_page_on_many_ranks_prints_what_it_says() -> None:
 
 
 def test_every_word_of_the_contract_that_others_have_too_is_one_of_its_words() -> None:
-    """The first column of docs/words.md names things as the contract's vocabulary does, or as the API does."""
-    known = SPEC + "".join(path.read_text() for path in ROOT.glob("blocktable/*.py"))
+    """The first column of the table of words names things as the contract's vocabulary does, or as the API does."""
+    known = SPEC.partition("## Vocabulary")[2] + "".join(path.read_text() for path in ROOT.glob("blocktable/*.py"))
     names = [name for cell in words_column() for name in re.findall(r"`(\w+)`", cell)]
     assert names
     assert not [name for name in names if name not in known]
@@ -225,7 +233,7 @@ def test_every_word_of_the_contract_that_others_have_too_is_one_of_its_words() -
 
 def words_column() -> list[str]:
     table: str
-    (table,) = re.findall(r"<!-- words -->\n((?:\|.*\n)+)", (ROOT / "docs/words.md").read_text())
+    (table,) = re.findall(r"<!-- words -->\n((?:\|.*\n)+)", SPEC)
     lines = table.splitlines()
     assert len({line.count("|") for line in lines}) == 1
     return [line.split("|")[1].strip() for line in lines[2:]]
