@@ -141,7 +141,7 @@ class Raises(OwnTable):
         (LeavesWhatWasThere, "R10.6", "after the batch", "2 rows of 1 block: ", "batch row 1 is ["),
         (MapsEveryToken, "R13", "after the filled columns", "slots(row 0 at 1)", "has slot 99, and -1 is right"),
         (MapsEveryToken, "R13", "below 0", "row 1 at -1)", "position -1 has slot 99"),
-        (MapsEveryToken, "R13", "of a dummy", "slots(a dummy at 0)", "has slot 99, and -1 is right"),
+        (MapsEveryToken, "R13", "of a padding entry", "slots(a padding entry at 0)", "has slot 99, and -1 is right"),
         (MapsEveryToken, "R14", "longer than a ring", "slots(row 0 at 0 to 1)", "token 0 at position 0 has slot 99"),
         (WritesNothingAfterTheTokens, "R15", "from the last token on", "; slots(", "and -1 is right"),
         (CutsSlots, "R16", "2**31", "set_row(0, [1073741824])", "and 2147483648 is right"),

@@ -316,7 +316,7 @@ def _waits(results: Results) -> list[Table]:
                         number(allocated.get("device_bytes")),
                     ]
                 )
-    header = ["", "waits behind a busy device", "blocks from torch in 32 steps", "device bytes in 32 steps"]
+    header = ["", "waits for a busy device", "blocks from torch in 32 steps", "device bytes in 32 steps"]
     return [Table("waits", "Waits and allocations of steady steps (two steps in flight)", header, rows)]
 
 

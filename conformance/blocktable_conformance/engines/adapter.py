@@ -19,7 +19,7 @@ NUM_TOKENS = 16
 
 
 class Span(NamedTuple):
-    """One request's tokens in a step: its row, -1 for a dummy; the position of the first token; how many there are."""
+    """One request's tokens in a step: its row, -1 for padding; the position of the first token; how many there are."""
 
     row: int
     start: int
@@ -120,8 +120,8 @@ FEATURES = {
     "any order": "a batch names its rows in any order",
     "padding": "a batch has rows for no request",
     "whole buffer": "the rows after the batch are the engine's too",
-    "dummies": "a batch has entries that stand for no request",
-    "dummy slots": "a step has tokens of such entries",
+    "padding entries": "a batch has entries that stand for no request",
+    "padded tokens": "a step has tokens of such entries",
     "aligned spans": "a step's tokens begin where a block begins",
     "split": "manager blocks of several kernel blocks",
     "groups": "several groups share a row",

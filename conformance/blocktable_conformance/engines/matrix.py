@@ -96,11 +96,11 @@ HEAD = f"""\
 
 <!-- Written by `{COMMAND}` beside matrix.json: run that again. -->
 
-The [contract](spec.md)'s rules, tried on engines' *own* tables. An adapter of at most 150 lines puts an engine's table
-behind the calls that it has ([how](#how-a-cell-comes-about)). "-" means that there is no such call, which is neither
+This page shows which rules of the [contract](spec.md) engines' *own* tables keep. An adapter of at most 150 lines
+calls an engine's table ([how](#how-a-cell-comes-about)). "-" means that the table has no such call, which is neither
 good nor bad. "broken" means that a history was found after which the engine's table is not what the rule says; it leads
-to the smallest one. A rule is this library's: an engine that does without it may be right to, and where it says how,
-that stands beside the history. None of these cells was reported to an engine's authors.
+to the smallest one. The rules are this library's: an engine may be right to do without one. Where it says how it does
+so, that stands beside the history. None of these cells was reported to an engine's authors.
 
 Everything ran on a CPU, Triton's kernels in its interpreter, with the engines' files as they were released:
 
@@ -113,12 +113,12 @@ A trial draws small histories for one sentence of the contract: a table of at mo
 a last call whose result is looked at. Each is played on the engine's table and on the suite's
 [oracle](../conformance/blocktable_conformance/oracle.py), and only what the sentence is about is compared. Where they
 differ, [Hypothesis](https://hypothesis.readthedocs.io) cuts the history down. "kept" means that none of the histories
-differed: evidence, no proof.
+differed: evidence, not proof.
 
 Ids count manager blocks and slots count tokens, as in the contract, whatever an engine's units are. The entry that
 stands for no block is the engine's own, and a slot of its null block counts as PAD. An adapter makes the calls that the
-engine's scheduler or model runner makes. Where an engine takes blocks from a pool of its own, the pool is told which
-ones to hand out.
+engine's scheduler or model runner makes. Where an engine takes blocks from a pool of its own, the adapter tells the
+pool which ones to hand out.
 
 ```bash
 pip install 'blocktable[conformance]' torch triton
@@ -128,8 +128,8 @@ blocktable conformance --engine my_package.my_module:MyEngine
 
 The files come from the package index, each with a digest that is checked; nothing of theirs is in this repository. An
 adapter of your own is a subclass of `blocktable_conformance.engines.adapter.Engine` with the calls that your table has.
-`tox -e engines` replays what is shown here and tries the rest on a few histories; a weekly job looks for all of it
-anew.
+`tox -e engines` replays what is shown here and tries the rest on a few histories; a weekly job searches for
+all of it again.
 """
 
 

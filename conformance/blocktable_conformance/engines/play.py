@@ -44,7 +44,7 @@ def _spell(call: Call) -> str:
 
 
 def _spell_span(span: Span) -> str:
-    whose = "a dummy" if span.row < 0 else f"row {span.row}"
+    whose = "a padding entry" if span.row < 0 else f"row {span.row}"
     if span.size == 1:
         return f"{whose} at {span.start}"
     return f"{whose} at {span.start} to {span.start + span.size - 1}"

@@ -302,7 +302,7 @@ def _gather(draw: Draw, engine: type[Engine]) -> History:
     return History(shape, (*calls, ("gather", rows, len(rows))))
 
 
-def _gather_dummies(draw: Draw, engine: type[Engine]) -> History:
+def _gather_padding_entries(draw: Draw, engine: type[Engine]) -> History:
     shape, taken = a_shape(draw, engine), set[int]()
     calls = [*filled_rows(draw, engine, shape, taken), ("commit",)]
     rows = a_batch(draw, engine, shape)
@@ -357,7 +357,7 @@ def _sharded(draw: Draw, engine: type[Engine]) -> History:
     return History(shape, (*calls, spans_within(draw, engine, shape, calls, a_batch(draw, engine, shape))))
 
 
-def _dummy_slots(draw: Draw, engine: type[Engine]) -> History:
+def _padded_tokens(draw: Draw, engine: type[Engine]) -> History:
     shape, taken = a_shape(draw, engine), set[int]()
     calls = [*filled_rows(draw, engine, shape, taken), ("commit",)]
     rows = a_batch(draw, engine, shape)
@@ -476,10 +476,10 @@ TRIALS = [
     Trial("R10.1", "a batch's rows, then NULL", ("set_row", "gather"), (), _gather, _REAL),
     Trial(
         "R10.2",
-        "the rows of dummies are NULL",
+        "the rows of padding entries are NULL",
         ("set_row", "gather"),
-        ("dummies",),
-        _gather_dummies,
+        ("padding entries",),
+        _gather_padding_entries,
         play.batch_rows(lambda rows, padded, size: [i for i, row in enumerate(rows) if row < 0]),
     ),
     Trial(
@@ -518,10 +518,10 @@ TRIALS = [
     ),
     Trial(
         "R13",
-        "a token of a dummy is PAD",
+        "a token of a padding entry is PAD",
         ("set_row", "slots"),
-        ("dummy slots",),
-        _dummy_slots,
+        ("padded tokens",),
+        _padded_tokens,
         play.tokens(lambda slot: slot.row == -1),
     ),
     Trial(

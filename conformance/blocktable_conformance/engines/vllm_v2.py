@@ -106,8 +106,8 @@ class VllmV2Old(VllmV2):
 
 
 class VllmV2New(VllmV2):
-    """Of 0.33.0, where a request of -1 is a dummy."""
+    """Of 0.33.0, where a request of -1 is a padding entry."""
 
     version = "0.33.0"
-    features = (VllmV2.features | {"dummy slots"}) - {"context parallel"}
+    features = (VllmV2.features | {"padded tokens"}) - {"context parallel"}
     untried: ClassVar[dict[str, str]] = {"context parallel": "Triton's interpreter refuses the mask of its kernel"}

@@ -26,13 +26,13 @@ DIFFERENCES = {
         "tokens in `positions` that belong to no request keep whatever slot the buffer held", "their slot is PAD"
     ),
     "column_beyond_row": Difference(
-        "a position beyond the row reads the next row's blocks, or memory behind the table", "its slot is PAD"
+        "a position past the row reads the next row's blocks, or memory after the table", "its slot is PAD"
     ),
     "negative_position": Difference(
         "a negative position gets a slot in front of a block, or of the table", "its slot is PAD"
     ),
     "tokens_above_buffer": Difference(
-        "tokens above max_num_batched_tokens are stored behind the slot buffer", "nothing is stored there"
+        "tokens above max_num_batched_tokens are stored after the slot buffer", "nothing is stored there"
     ),
     "interleave_above_kernel_block": Difference(
         "an interleave size that does not divide the kernel block gives tokens to blocks that are not theirs",
@@ -49,7 +49,7 @@ DIFFERENCES = {
         modes=("fast",),
     ),
     "overwritten_device_row": Difference(
-        "what somebody writes to the batch's rows on the device is undone by the next commit",
+        "what other code writes to the batch's rows on the device is undone by the next commit",
         "it stays until the entry changes on the host",
         modes=("fast",),
     ),
@@ -64,7 +64,7 @@ DIFFERENCES = {
         modes=("fast",),
     ),
     "clean_tail": Difference(
-        "blocks that a row no longer holds stay behind its count",
+        "blocks that a row no longer holds stay after its count",
         "with clean tails they are NULL",
         modes=("fast, clean tails",),
     ),
