@@ -62,7 +62,7 @@ static __device__ __forceinline__ bool is_missing(const Group& group, int64 entr
   return (unsigned)(entry - group.null_start) < (unsigned)group.blocks_per_kv_block;
 }
 
-// Row of a batch index; -1 for a dummy and for padding.
+// Row of a batch index; -1 for a padding entry and after the batch.
 static __device__ __forceinline__ int row_of(const int* idx_mapping, int batch_index, int num_reqs, int max_num_rows) {
   if (batch_index >= num_reqs) return -1;
   int row = idx_mapping[batch_index];

@@ -33,7 +33,7 @@ static const int NONE = -1;                   // of a token without a request, a
 static __device__ __forceinline__ int64 smaller(int64 a, int64 b) { return a < b ? a : b; }
 static __device__ __forceinline__ int64 larger(int64 a, int64 b) { return a > b ? a : b; }
 
-// How many of a batch row's first `lengths[i]` tokens this rank holds; none for a dummy.
+// How many of a batch row's first `lengths[i]` tokens this rank holds; none for a padding entry.
 static __device__ __forceinline__ int64 length_of(const Group& group, const int* lengths, int i, int row) {
   int64 length = row < 0 ? 0 : lengths[i];
   if (length <= 0) return 0;
@@ -45,7 +45,7 @@ static __device__ __forceinline__ int64 part_of(const Group& group, const int* f
   return divide(length_of(group, first_tokens, i, row), group.tokens_per_column);
 }
 
-// Columns of a row that the window has left behind.
+// Columns of a row that the window has passed.
 static __device__ __forceinline__ int64 first_column_of(
     const Group& group, const int* num_computed_tokens, int i, int row
 ) {
@@ -55,14 +55,14 @@ static __device__ __forceinline__ int64 first_column_of(
   return divide(first, group.tokens_per_column);
 }
 
-// Columns that a row fills; none for a dummy.
+// Columns that a row fills; none for a padding entry.
 static __device__ __forceinline__ int64 filled_columns(
     const Group& group, int g, const int* arena, int max_num_rows, int row
 ) {
   return row < 0 ? 0 : smaller(group.width, arena[(int64)g * max_num_rows + row]);
 }
 
-// What column `column` of a row holds: -1 where that is no block, and behind what the row fills.
+// What column `column` of a row holds: -1 where that is no block, and after what the row fills.
 static __device__ __forceinline__ int entry_of(
     const Group& group, const int* arena, int row, int64 filled, int64 column
 ) {
@@ -160,7 +160,7 @@ extern "C" __global__ void write_indices(
     int g = members[m];
     int64 tokens = unit == COUNT_TOKENS ? groups[g].tokens_per_column : 1;  // of a page
     for (int64 entry = thread; entry < end; entry += (int64)gridDim.x * blockDim.x) {
-      // step 2: the fill behind the last entry
+      // step 2: the fill after the last entry
       int64 index = larger(0, groups[g].filler), rest = 0;
       // step 3: which request and column
       int i = entry < total ? request_of(indptr, num_reqs, (int)entry) : -1;
@@ -182,7 +182,7 @@ extern "C" __global__ void write_indices(
   }
 }
 
-// Write the columns in use of every batch row, and the fill behind them.
+// Write the columns in use of every batch row, and the fill after them.
 extern "C" __global__ void write_table(
     SOURCE,
     int width,  // columns of a row of the table
@@ -201,12 +201,12 @@ extern "C" __global__ void write_table(
       int64 count = smaller(width, counts[i]), before = smaller(width, counts[max_batch + i]);
       int64 start = ((int64)m * max_batch + i) * (1 + has_values) * width;
       int64 fill = null < 0 ? null : larger(0, groups[g].filler) * entry_scale;
-      // step 2: the fill over what an earlier batch left behind its columns
+      // step 2: the fill over what an earlier batch left after its columns
       for (int64 j = count + threadIdx.x; j < before; j += blockDim.x) {
         entries[start + j] = (SLOT_T)fill;
         if (has_values) entries[start + width + j] = (SLOT_T)fill;
       }
-      // step 3: how many of them the window has left behind
+      // step 3: how many of them the window has passed
       int row = row_of(idx_mapping, i, num_reqs, max_num_rows);
       int64 first_column = first_column_of(groups[g], num_computed_tokens, i, row);
       int64 filled = filled_columns(groups[g], g, arena, max_num_rows, row);
@@ -264,7 +264,7 @@ extern "C" __global__ void write_inverse_map(
     int g = members[m];
     for (int i = blockIdx.x; i < max_batch; i += gridDim.x) {
       int64 count = smaller(width, counts[i]), cell = (int64)m * max_batch + i;
-      // step 2: how many of its columns the window has left behind
+      // step 2: how many of its columns the window has passed
       int row = row_of(idx_mapping, i, num_reqs, max_num_rows);
       int64 first_column = first_column_of(groups[g], num_computed_tokens, i, row);
       int64 filled = filled_columns(groups[g], g, arena, max_num_rows, row);
@@ -326,7 +326,7 @@ extern "C" __global__ void map_requests(
   // step 1: store where each request begins, and the last start over the padding
   for (int64 i = thread; i <= max_batch && blockIdx.y == 0; i += num_threads)
     indptr[i] = (int)larger(0, smaller(query_start_loc[smaller(i, num_reqs)], capacity));
-  // step 2: store each token's request, -1 for a dummy's tokens and those of no request
+  // step 2: store each token's request, -1 for tokens of padding entries and of no request
   for (int64 token = thread; token < capacity; token += num_threads) {
     int request = request_of(query_start_loc, num_reqs, (int)token);
     bool is_given = request >= 0 && token < query_start_loc[request + 1];

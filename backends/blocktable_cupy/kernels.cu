@@ -186,7 +186,7 @@ static __device__ __forceinline__ int gather_row(
   int64 table_start = groups[g].table_start, batch_start = groups[g].batch_start, width = groups[g].width;
   // step 2: how many columns its row fills
   int columns = row < 0 ? 0 : arena[(int64)g * max_num_rows + row];
-  // step 3: how many of them the window has left behind
+  // step 3: how many of them the window has passed
   int64 first = 0;
   if (HAS_WINDOWS && groups[g].sliding_window && i < num_reqs) {
     first = num_computed_tokens[i] - groups[g].sliding_window + 1;
@@ -274,7 +274,7 @@ static __device__ __forceinline__ int64 local_index(
   return position;
 }
 
-// Return the slot of one token. What can be loaded at once is: a small launch takes as long as its chain of loads.
+// Return the slot of one token. Loads that can go together do: a small launch takes as long as its chain of loads.
 template <bool IN_STEP>
 static __device__ __forceinline__ int64 map_token(
     const int* __restrict__ idx_mapping, const int* __restrict__ query_start_loc, const int64* __restrict__ positions,

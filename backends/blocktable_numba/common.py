@@ -73,7 +73,7 @@ def local_length(groups, group, tokens):
 
 @device_function
 def row_of(idx_mapping, batch_index, num_reqs, max_num_rows):
-    """Row of a batch index; -1 for a dummy and for padding."""
+    """Row of a batch index; -1 for a padding entry and after the batch."""
     if batch_index >= num_reqs:
         return -1
     row = idx_mapping[batch_index]

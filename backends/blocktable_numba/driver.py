@@ -208,7 +208,7 @@ class NumbaDriver:
         copy = self.full(entries, 0, "int32")
         try:
             host = self._pinned(entries)
-        except BlockTableError:  # none can be had; the driver then copies once more
+        except BlockTableError:  # there is none; the driver then copies once more
             host = np.empty(entries, np.int32)
         return HostBlock(host, self.address(copy), copy)
 

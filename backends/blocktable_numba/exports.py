@@ -47,20 +47,20 @@ STATE_ALIGNED = 2
 
 @device_function
 def held_of(groups, group, tokens, cut, i, row):
-    """How many of the first `tokens[i] - cut` tokens of a batch row this rank holds; none for a dummy."""
+    """How many of the first `tokens[i] - cut` tokens of a batch row this rank holds; none for a padding entry."""
     held = max(np.int64(tokens[i]) - cut, 0) if row >= 0 else np.int64(0)
     return local_length(groups, group, held) if groups[group + WORLD_SIZE] > 1 else held
 
 
 @device_function
 def part_of(groups, group, first_tokens, i, row):
-    """Column of its row that a batch row's part begins with; 0 for a dummy."""
+    """Column of its row that a batch row's part begins with; 0 for a padding entry."""
     return divide(held_of(groups, group, first_tokens, 0, i, row), groups[group + TOKENS_PER_COLUMN])
 
 
 @device_function
 def first_column_of(groups, group, num_computed_tokens, i, row):
-    """Columns of a batch row that the window has left behind."""
+    """Columns of a batch row that the window has passed."""
     sliding_window = groups[group + SLIDING_WINDOW]
     if sliding_window == 0:
         return np.int64(0)
@@ -70,7 +70,7 @@ def first_column_of(groups, group, num_computed_tokens, i, row):
 
 @device_function
 def filled_columns(groups, group, g, arena, max_num_rows, row):
-    """Columns that a row fills; none for a dummy."""
+    """Columns that a row fills; none for a padding entry."""
     return min(groups[group + WIDTH], np.int64(arena[np.int64(g) * max_num_rows + row])) if row >= 0 else np.int64(0)
 
 
@@ -206,7 +206,7 @@ def write_indices(
         fill = fill_of(groups, group, -1 if unit == WRITE_REQUESTS else 0, tokens)
         entry = cuda.grid(1)
         while entry < end:
-            # step 2: the fill behind the last entry
+            # step 2: the fill after the last entry
             index = fill
             if entry < total:
                 # step 3: which request and column
@@ -240,7 +240,7 @@ def write_table(
     value_offset,  # from a K offset to its V offset
     entries,  # [num_members, max_batch, rows, width] of the layout's dtype, written
 ):  # fmt: skip
-    """Write the columns in use of every batch row, and the fill behind them."""
+    """Write the columns in use of every batch row, and the fill after them."""
     # step 1: which batch row and group
     m = cuda.blockIdx.y
     while m < num_members:
@@ -253,14 +253,14 @@ def write_table(
             count = min(width, counts[i])
             before = min(width, counts[max_batch + i])
             start = (np.int64(m) * max_batch + i) * (2 if form == KV_ROWS else 1) * width
-            # step 2: the fill over what an earlier batch left behind its columns
+            # step 2: the fill over what an earlier batch left after its columns
             column = count + cuda.threadIdx.x
             while column < before:
                 entries[start + column] = fill
                 if form == KV_ROWS:
                     entries[start + width + column] = fill
                 column = advance(column, cuda.blockDim.x)
-            # step 3: how many of them the window has left behind
+            # step 3: how many of them the window has passed
             row = row_of(idx_mapping, i, num_reqs, max_num_rows)
             first_column = first_column_of(groups, group, num_computed_tokens, i, row)
             filled = filled_columns(groups, group, g, arena, max_num_rows, row)
@@ -334,7 +334,7 @@ def write_inverse_map(
         while i < max_batch:
             count = min(width, counts[i])
             cell = np.int64(m) * max_batch + i
-            # step 2: how many of its columns the window has left behind
+            # step 2: how many of its columns the window has passed
             row = row_of(idx_mapping, i, num_reqs, max_num_rows)
             first_column = first_column_of(groups, group, num_computed_tokens, i, row)
             filled = filled_columns(groups, group, g, arena, max_num_rows, row)
@@ -409,7 +409,7 @@ def map_requests(
     while i <= max_batch:
         indptr[i] = min(max(query_start_loc[min(i, num_reqs)], 0), capacity)
         i = advance(i, cuda.gridsize(1))
-    # step 2: store each token's request, -1 for a dummy's tokens and those of no request
+    # step 2: store each token's request, -1 for tokens of padding entries and of no request
     m = cuda.blockIdx.y
     while m < num_members:
         token = cuda.grid(1)

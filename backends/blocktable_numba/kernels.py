@@ -182,7 +182,7 @@ def gather_row(
     # step 2: how many columns its row fills
     row = row_of(idx_mapping, i, num_reqs, max_num_rows)
     columns = 0 if row < 0 else arena[np.int64(g) * max_num_rows + row]
-    # step 3: how many of them the window has left behind
+    # step 3: how many of them the window has passed
     first = np.int64(0)
     if HAS_WINDOWS and i < num_reqs:
         sliding_window = groups[group + SLIDING_WINDOW]

@@ -177,7 +177,7 @@ class NumpyBlockStore:
                 array.fill(0)
 
     def first_columns(self, batch: Batch) -> Ints:
-        """Return [num_groups, num_reqs] int64, batch index -> columns that the window has left behind (R11)."""
+        """Return [num_groups, num_reqs] int64, batch index -> columns that the window has passed (R11)."""
         first_columns = np.zeros((len(self.config.groups), batch.num_reqs), np.int64)
         if batch.num_computed_tokens is None:
             return first_columns
@@ -202,7 +202,7 @@ class NumpyBlockStore:
         return first_columns
 
     def rows_of(self, batch: Batch) -> Ints:
-        """Return [num_reqs] int64, batch index -> row; -1 for a dummy (R10.2)."""
+        """Return [num_reqs] int64, batch index -> row; -1 for a padding entry (R10.2)."""
         if batch.idx_mapping is None:
             return np.arange(batch.num_reqs)
         rows = host_array(batch.idx_mapping).astype(np.int64)  # a copy: what is checked must not change
@@ -223,7 +223,7 @@ class NumpyBlockStore:
         return np.maximum(lengths - columns * tokens, 0), columns
 
     def _local(self, tokens: Any, rows: Ints, group: KVCacheGroup) -> Ints:
-        """Return [num_reqs] int64, batch index -> how many of so many tokens this rank holds, 0 for a dummy."""
+        """Return [num_reqs] int64, batch index -> how many of so many tokens this rank holds, 0 for a padding entry."""
         if tokens is None:
             return np.zeros(rows.size, np.int64)
         lengths: Ints = np.maximum(host_array(tokens).astype(np.int64), 0) * (rows >= 0)

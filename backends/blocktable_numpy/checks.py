@@ -110,7 +110,7 @@ class Checks:
 
 
 def check_requests(
-    idx_mapping: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
+    idx_mapping: Ints,  # [num_reqs] int64, batch index -> row; -1: padding
     query_start_loc: Ints,  # [num_reqs + 1] int32, first token of each request
     positions: Ints,  # [num_positions] int64, token -> its index in its request
     checks: Checks,

@@ -1,6 +1,6 @@
 """The kernels of exports, as array expressions.
 
-Batch row i stands for row `rows[i]`; every batch row behind the batch and every dummy exports nothing. An entry is
+Batch row i stands for row `rows[i]`; batch rows after the batch and padding entries export nothing. An entry is
 what the batch table shows at its place (R10, R11): a kernel block id.
 """
 
@@ -15,8 +15,8 @@ from blocktable_numpy.kernels import Ints, is_missing
 
 
 def count_entries(
-    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
-    lengths: Ints,  # [num_reqs] int64, batch index -> tokens of its part that this rank holds, 0 for a dummy
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: padding
+    lengths: Ints,  # [num_reqs] int64, batch index -> tokens of its part that this rank holds, 0 for a padding entry
     part_columns: Ints,  # [num_reqs] int64, batch index -> column of its row that its part begins with
     filled: Ints,  # [num_groups, max_num_rows] int32, row -> columns in use
     members: Ints,  # [num_members] int32, groups of the export
@@ -77,8 +77,8 @@ def start_requests(
 
 
 def write_indices(
-    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
-    first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has left behind
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: padding
+    first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has passed
     part_columns: Ints,  # [num_reqs] int64, batch index -> column of its row that its part begins with
     row_starts: Ints,  # [num_groups, max_num_rows] int64, row -> its first entry
     arena: Ints,  # [arena.size] int32
@@ -96,7 +96,7 @@ def write_indices(
     # step 1: which entry and group
     total, total_before = counts[-2:]
     for member, group in enumerate(members):
-        # step 2: the fill behind the last entry
+        # step 2: the fill after the last entry
         indices[member, total:total_before] = fills[member]
         # step 3: which request and column
         starts = indptr[: rows.size].astype(np.int64)
@@ -119,8 +119,8 @@ def write_indices(
 
 
 def write_table(
-    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
-    first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has left behind
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: padding
+    first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has passed
     part_columns: Ints,  # [num_reqs] int64, batch index -> column of its row that its part begins with
     row_starts: Ints,  # [num_groups, max_num_rows] int64, row -> its first entry
     arena: Ints,  # [arena.size] int32
@@ -134,15 +134,15 @@ def write_table(
     counts: Ints,  # [2 * max_batch + 2] int32
     table: Ints,  # [num_members, max_batch, width] or, for K and V, [num_members, max_batch, 2, width], written
 ) -> None:
-    """Write the columns in use of every batch row, and the fill behind them."""
+    """Write the columns in use of every batch row, and the fill after them."""
     # step 1: which batch row and group
     count, before = counts[:max_batch], counts[max_batch : 2 * max_batch]
     for member, group in enumerate(members):
-        # step 2: the fill over what an earlier batch left behind its columns
+        # step 2: the fill over what an earlier batch left after its columns
         for i in np.flatnonzero(before > count):
             table[member, i, ..., count[i] : before[i]] = fills[member]
         for i in np.flatnonzero(count):
-            # step 3: how many of them the window has left behind
+            # step 3: how many of them the window has passed
             start, column = row_starts[group, rows[i]], np.arange(part_columns[i], part_columns[i] + count[i])
             ring = filled[group, rows[i]] if layout.kind == "ring" else column.size + part_columns[i]
             entry = arena[start + column % ring].astype(np.int64)
@@ -174,8 +174,8 @@ def clear_inverse_map(
 
 
 def write_inverse_map(
-    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
-    first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has left behind
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: padding
+    first_columns: Ints,  # [num_groups, num_reqs] int64, batch index -> columns that the window has passed
     part_columns: Ints,  # [num_reqs] int64, batch index -> column of its row that its part begins with
     row_starts: Ints,  # [num_groups, max_num_rows] int64, row -> its first entry
     arena: Ints,  # [arena.size] int32
@@ -192,7 +192,7 @@ def write_inverse_map(
     count = counts[:max_batch]
     for i in np.flatnonzero(count):
         for member, group in enumerate(members):
-            # step 2: how many of its columns the window has left behind
+            # step 2: how many of its columns the window has passed
             start = row_starts[group, rows[i]] + part_columns[i]
             block = arena[start : start + count[i]].copy()
             no_block = is_missing(block, null_starts[group], blocks_per_kv_block[group])
@@ -206,7 +206,7 @@ def write_inverse_map(
 
 
 def gather_state_indices(
-    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: padding
     seq_lens: Ints | None,  # [num_reqs] int32, batch index -> tokens of the sequence
     filled: Ints,  # [num_groups, max_num_rows] int32, row -> columns in use
     row_starts: Ints,  # [num_groups, max_num_rows] int64, row -> its first entry
@@ -241,7 +241,7 @@ def gather_state_indices(
 
 
 def map_requests(
-    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: dummy
+    rows: Ints,  # [num_reqs] int64, batch index -> row; -1: padding
     query_start_loc: Ints,  # [num_reqs + 1] int32, first token of each request
     indptr: Ints,  # [max_batch + 1] int32, written
     requests: Ints,  # [num_members, capacity] int32, written
@@ -251,7 +251,7 @@ def map_requests(
     capacity = requests.shape[1]
     starts = np.clip(query_start_loc, 0, capacity)
     indptr[: starts.size], indptr[starts.size :] = starts, starts[-1]
-    # step 2: store each token's request, -1 for a dummy's tokens and those of no request
+    # step 2: store each token's request, -1 for tokens of padding entries and of no request
     spans = np.diff(np.maximum.accumulate(starts))
     requests[:] = -1
     requests[:, starts[0] : starts[0] + spans.sum()] = np.repeat(np.where(rows >= 0, np.arange(rows.size), -1), spans)

@@ -36,7 +36,7 @@ Plan = tuple[dict[Geometry, list[tuple[int, int]]], list[tuple[int, int]]]
 
 
 class NumpySlotMapper:
-    """Slots of every token, for many groups of one geometry at once."""
+    """Slots of every token, for many groups of one geometry together."""
 
     def __init__(self, store: NumpyBlockStore) -> None:
         self.store = store

@@ -16,7 +16,7 @@ class ExportCall:
     """One batch in one layout.
 
     Attributes:
-        rows: [max_batch] int64. Batch index -> row; -1 for dummies and after the batch, which export nothing.
+        rows: [max_batch] int64. Batch index -> row; -1 for padding entries and after the batch, which export nothing.
         lengths: [max_batch] int64. Tokens of each request's part on this rank.
         part: [max_batch] int64. Column of its row that the part begins with.
     """
@@ -87,7 +87,7 @@ class ExportCall:
         window = group.sliding_window if is_ring else group.cut_window
         if window is not None and batch.num_computed_tokens is not None and self.layout.kind != "state":
             no_block |= column < store.first_columns(batch, group, window, self.out.max_batch)[request]
-        if is_ring:  # later tokens have overwritten what a turn has left behind
+        if is_ring:  # later tokens have overwritten the tokens of a turn before
             no_block |= column < ((self.lengths - columns * self.tokens).clamp(min=0) // self.tokens)[request]
         return block, no_block
 

@@ -189,7 +189,7 @@ class TorchStore:
         return rows.long().masked_fill((rows < 0) | (rows >= self.config.num_rows), -1)
 
     def rows_of(self, batch: Batch, size: int) -> Any:
-        """Return [size] int64, batch index -> row; -1 for a dummy and after the batch (R10.2)."""
+        """Return [size] int64, batch index -> row; -1 for a padding entry and after the batch (R10.2)."""
         given = self.arange(batch.num_reqs) if batch.idx_mapping is None else batch.idx_mapping
         return self.as_rows(self.padded(given, size).masked_fill(self.arange(size) >= batch.num_reqs, -1))
 
@@ -203,7 +203,7 @@ class TorchStore:
         return self.table(index).reshape(-1)[place.masked_fill(~is_read, 0)].long()
 
     def first_columns(self, batch: Batch, group: KVCacheGroup, window: int, size: int) -> Any:
-        """Return [size] int64, batch index -> columns that a window has left behind (R11)."""
+        """Return [size] int64, batch index -> columns that a window has passed (R11)."""
         first = (self.padded(batch.num_computed_tokens, size) - window + 1).clamp(min=0)
         return self.local(first, group) // group.tokens_per_column
 

@@ -87,7 +87,7 @@ def _local_length(tokens, group_ptr):
 
 @triton.jit
 def _row_of(idx_mapping, i, num_reqs, max_num_rows):
-    """Row of a batch index; -1 for a dummy, for padding and for a batch index below 0. No branch: see _map_tile."""
+    """Row of a batch index; -1 for a padding entry, after the batch and for an index below 0. No branch: _map_tile."""
     row = tl.load(_pointer(idx_mapping, tl.int32) + i, mask=(i >= 0) & (i < num_reqs), other=-1)
     return tl.where((row >= 0) & (row < max_num_rows), row, -1)
 

@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     tile: int  # entries
     long_tile: int  # entries of a long launch
     row_tile: int  # columns; rows are long, and a row's lanes that have no column cost next to nothing
-    step_rows: int  # rows that the fused step gathers at once, and columns of each
+    step_rows: int  # rows that the fused step gathers together, and columns of each
     step_row_tile: int
 
 

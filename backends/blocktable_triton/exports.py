@@ -45,14 +45,14 @@ EVERY_FEATURE = tl.constexpr(OVERLAPS.value - 1)  # that groups may need
 
 @triton.jit
 def _length_of(group_ptr, tokens, i, row):
-    """How many of batch rows' first so many tokens this rank holds; 0 for a dummy. i, row: [n] int."""
+    """How many of batch rows' first so many tokens this rank holds; 0 for a padding entry. i, row: [n] int."""
     length = tl.maximum(tl.load(_pointer(tokens, tl.int32) + i, mask=row >= 0, other=0), 0)
     return _local_length(length.to(tl.int64), group_ptr)
 
 
 @triton.jit
 def _row_in(group_ptr, g, arena_ptr, max_num_rows, row):
-    """Where rows begin, and how many columns they fill: for a dummy the first row, and none."""
+    """Where rows begin, and how many columns they fill: for a padding entry the first row, and none."""
     width = tl.load(group_ptr + WIDTH)
     filled = tl.load(arena_ptr + max_num_rows.to(tl.int64) * g + row, mask=row >= 0, other=0)
     table_row = arena_ptr + tl.load(group_ptr + TABLE_START) + width * tl.maximum(row, 0)
@@ -61,7 +61,7 @@ def _row_in(group_ptr, g, arena_ptr, max_num_rows, row):
 
 @triton.jit
 def _part_in(batch, group_ptr, g, arena_ptr, i, row):
-    """Where parts of rows begin; how many of their places the window has left behind; how many are filled; `part`."""
+    """Where parts of rows begin; how many of their places the window has passed; how many are filled; `part`."""
     num_computed_tokens, first_tokens, max_num_rows = batch
     tokens, sliding_window = tl.load(group_ptr + TOKENS_PER_COLUMN), tl.load(group_ptr + SLIDING_WINDOW)
     first_column = row.to(tl.int64) * 0
@@ -228,7 +228,7 @@ def write_indices(
         first = tl.program_id(0).to(tl.int64) * TILE
         while first < end:
             entry = first + tl.arange(0, TILE)
-            # step 2: the fill behind the last entry
+            # step 2: the fill after the last entry
             is_real = entry < total
             # step 3: which request and column
             i = _request_of(indptr, 0, num_reqs, entry, is_real)
@@ -261,7 +261,7 @@ def write_table(
     SLOT_T: tl.constexpr,  # tl.int32 or tl.int64
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the columns in use of every batch row, and the fill behind them."""
+    """Write the columns in use of every batch row, and the fill after them."""
     arena_ptr, count_ptr = _pointer(arena, tl.int32), _pointer(counts, tl.int32)
     batch, has_values = (num_computed_tokens, first_tokens, max_num_rows), (form == FORM_VALUES).to(tl.int32)
     # step 1: which batch row and group
@@ -277,14 +277,14 @@ def write_table(
             before = tl.minimum(tl.load(count_ptr + max_batch + i), width)
             cell = max_batch.to(tl.int64) * m + i
             row_ptr = _pointer(entries, SLOT_T) + cell * (1 + has_values) * width
-            # step 2: the fill over what an earlier batch left behind its columns
+            # step 2: the fill over what an earlier batch left after its columns
             first = count
             while first < before:
                 column = first + tl.arange(0, TILE)
                 tl.store(row_ptr + column, fill.to(SLOT_T), mask=column < before)
                 tl.store(row_ptr + width + column, fill.to(SLOT_T), mask=column < before * has_values)
                 first += TILE
-            # step 3: how many of them the window has left behind
+            # step 3: how many of them the window has passed
             row = _row_of(idx_mapping, i, num_reqs, max_num_rows)
             table_row, first_column, filled, _ = _part_in(batch, group_ptr, g, arena_ptr, i, row)
             end = tl.where(form == FORM_RING, width, filled)
@@ -368,7 +368,7 @@ def write_inverse_map(
         i = tl.program_id(0)
         while i < max_batch:
             count = tl.minimum(tl.load(count_ptr + i), width)
-            # step 2: how many of its columns the window has left behind
+            # step 2: how many of its columns the window has passed
             row = _row_of(idx_mapping, i, num_reqs, max_num_rows)
             table_row, first_column, filled, part = _part_in(batch, group_ptr, g, arena_ptr, i, row)
             cell = max_batch.to(tl.int64) * m + i
@@ -451,7 +451,7 @@ def map_requests(
         start = tl.maximum(tl.load(start_ptr + tl.minimum(i, num_reqs)), 0)
         tl.store(_pointer(indptr, tl.int32) + i, tl.minimum(start, capacity), mask=i <= max_batch)
         first += stride
-    # step 2: store each token's request, -1 for a dummy's tokens and those of no request
+    # step 2: store each token's request, -1 for tokens of padding entries and of no request
     end = tl.minimum(tl.load(start_ptr + num_reqs), capacity)
     m = tl.program_id(1)
     while m < num_members:

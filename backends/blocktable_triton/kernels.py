@@ -201,7 +201,7 @@ def _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES: tl.con
     # step 2: how many columns its row fills
     row = _row_of(idx_mapping, i, num_reqs, max_num_rows)
     columns = tl.load(arena_ptr + max_num_rows.to(tl.int64) * g + row, mask=row >= 0, other=0)
-    # step 3: how many of them the window has left behind
+    # step 3: how many of them the window has passed
     first_kept = row.to(tl.int64) * 0
     if HAS_WINDOWS & FEATURES:
         sliding_window = tl.load(group_ptr + SLIDING_WINDOW)
@@ -350,7 +350,7 @@ def _map_tile(
 ):
     """Write a group's slots of the TILE tokens from `first` on.
 
-    What can be loaded at once is, before the first branch: a compiler moves no load across one, and no wait after it.
+    Loads that can go together do, before the first branch: a compiler moves no load across one, and no wait after it.
     """
     idx_mapping, query_start_loc, positions, num_reqs, num_positions, max_num_rows, requests_per_token = inputs
     group_ptr, count_ptr, arena_ptr, slot_ptr, g = group
@@ -485,7 +485,7 @@ def step_batch(
     FEATURES: tl.constexpr,
     IS_LONG: tl.constexpr,  # as for map_slots
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,  # that a program gathers at once, ROW_TILE columns of each
+    ROWS: tl.constexpr,  # that a program gathers together, ROW_TILE columns of each
     ROW_TILE: tl.constexpr,
 ):
     """The gather and the slots of a whole step: the first programs gather, the next ones map.

@@ -21,7 +21,7 @@ TABLE_INPUTS = ("idx_mapping", "query_start_loc", "positions", "num_computed_tok
 
 @dataclass
 class Batch:
-    """The inputs of a step, padded: behind its requests dummies without tokens, behind its tokens zeros."""
+    """The inputs of a step, padded: padding entries without tokens after its requests, zeros after its tokens."""
 
     idx_mapping: Tensor  # [num_reqs] int32
     num_computed_tokens: Tensor  # [num_reqs] int32

@@ -19,7 +19,7 @@ from proof.variants import Variant, run
 
 
 class Planted(RankLink):
-    """Changes a row of the last rank behind everyone's back, in one step: the ranks must name it."""
+    """Changes a row of the last rank without telling the others, in one step: the ranks must name it."""
 
     def __init__(self, step: int) -> None:
         super().__init__()

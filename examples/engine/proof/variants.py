@@ -158,7 +158,7 @@ def attention(library: str) -> Callable[..., Part]:
 
 
 def table_config(shard: bt.ContextParallel) -> bt.BlockTableConfig:
-    """Return the geometry: caches too small for all requests at once, in blocks that the ranks can share."""
+    """Return the geometry: caches too small for all requests together, in blocks that the ranks can share."""
     turn = shard.interleave_size
     size, window_size = (8, 4) if turn == 1 else (turn, turn)
     num_blocks = [2 + max(8, 280 // (block_size * shard.world_size)) for block_size in (size, window_size)]

@@ -28,7 +28,7 @@ from blocktable_torch_example import kernels
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 TILE = 256
-"""Entries that a program takes at once."""
+"""Entries that a program takes in one turn."""
 INTERPRETED_TILE = 32
 """Few enough that the suite's small tables take several."""
 

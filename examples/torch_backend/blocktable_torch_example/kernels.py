@@ -48,7 +48,7 @@ def last_start(starts, size, value, is_wanted):
 
 @triton.jit
 def row_of(idx_mapping, i, num_reqs, max_num_rows):
-    """Return the row of a batch index; -1 for padding and for a dummy."""
+    """Return the row of a batch index; -1 for a padding entry and after the batch."""
     row = tl.load(idx_mapping + i, mask=i < num_reqs, other=-1)
     return tl.where((row >= 0) & (row < max_num_rows), row, -1)
 
@@ -136,7 +136,7 @@ def gather_block_tables(
             # step 2: how many columns its row fills
             row = row_of(idx_mapping, i, num_reqs, max_num_rows)
             columns = tl.load(count + row, mask=row >= 0, other=0)
-            # step 3: how many of them the window has left behind
+            # step 3: how many of them the window has passed
             window = tl.load(group + SLIDING_WINDOW)  # 0: there is none
             computed = tl.load(num_computed_tokens + i, mask=i < num_reqs, other=0)
             passed = tl.where(window > 0, tl.maximum(computed - window + 1, 0), 0)
