@@ -14,7 +14,7 @@ from typing import NoReturn
 from blocktable.errors import BlockTableError
 
 Command = Callable[[Sequence[str]], int]
-"""Takes the arguments behind its name, returns the exit status."""
+"""Takes the arguments after its name, returns the exit status."""
 
 ENTRY_POINT_GROUP = "blocktable.commands"
 

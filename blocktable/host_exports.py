@@ -29,8 +29,8 @@ class Counted(NamedTuple):
     """What each request of a batch exports.
 
     Attributes:
-        rows: [num_reqs] int64. Its row; 0 for a dummy.
-        is_row: [num_reqs] bool. Whether it is no dummy.
+        rows: [num_reqs] int64. Its row; 0 for a padding entry.
+        is_row: [num_reqs] bool. Whether it is in the table: not a padding entry.
         lengths: [num_reqs] int64. Tokens of its part that this rank holds.
         first_columns: [num_reqs] int64. Column of its row that its part begins with.
         counts: [num_reqs] int64. Its entries.
@@ -240,7 +240,7 @@ def _is_missing(spec: KVCacheGroup, entry: IntArray) -> IntArray:
 
 
 def _first_shown(config: BlockTableConfig, spec: KVCacheGroup, kind: str, batch: Batch) -> IntArray:
-    """Return the first column that a window has not left behind, [num_reqs] int64 (R11, R35)."""
+    """Return the first column that a window has not passed, [num_reqs] int64 (R11, R35)."""
     window = spec.sliding_window if kind == "ring" else spec.cut_window
     if batch.num_computed_tokens is None or window is None:
         return np.zeros(batch.num_reqs, np.int64)

@@ -152,7 +152,7 @@ class HostPath(Protocol):
         """
 
     def remap(self, group: int, old_ids: Any, new_ids: Any) -> None:
-        """Exchange block old_ids[i] by new_ids[i] wherever a row holds it, all at once."""
+        """Exchange block old_ids[i] by new_ids[i] wherever a row holds it, all together."""
 
     def copy(self, src: IntArray, dst: IntArray, *, vacate: bool) -> None:
         """Replace each row dst[i] by what src[i] held before the call; with `vacate`, other sources become empty.

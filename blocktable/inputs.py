@@ -33,7 +33,7 @@ _TENSORS: dict[type, Callable[[], AbstractContextManager[Any]]] = {}
 def read_step(arrays: tuple[Any, Any, Any, Any]) -> Reading:
     """Return what the arrays of a step are, in the order of `STEP_INPUTS`.
 
-    All of it is asked anew each time: an array may be reshaped, or given other memory, in place.
+    All of it is looked at each time: an array may be reshaped, or given other memory, in place.
     """
     idx_mapping, num_computed_tokens, starts, positions = arrays
     library = type(positions)

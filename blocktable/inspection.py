@@ -80,7 +80,7 @@ class Inspection:
         """Return why a token would have its slot, or none, with the rows as they are now on the host.
 
         Args:
-            row: any int; one outside the table is a dummy.
+            row: any int; one outside the table is a padding entry.
             group: the group.
             position: of the token in its request.
 
@@ -198,7 +198,7 @@ class Inspection:
         In a ring group the position is the smallest one that the slot can stand for.
 
         Raises:
-            ArgumentError: it is no slot of the group (PAD, or beyond the last block).
+            ArgumentError: the group has no such slot (PAD, or past the last block).
 
         Rules: R2, R12.
         """

@@ -285,7 +285,7 @@ TRITON_UNIFIED = Layout(
     kind="table",
     block_multiple=16,
     source="vLLM: v1/attention/ops/triton_unified_attention.py",
-    note="the row's stride is passed; whole tiles of it are read behind a sequence's last token; block 0 may hold NaN",
+    note="the row's stride is passed; whole tiles of it are read after a sequence's last token; block 0 may hold NaN",
 )
 VARLEN_ATTN = Layout(
     name="varlen_attn",
@@ -301,7 +301,7 @@ FLEX_ATTENTION = Layout(
     null=-1,
     block_multiple=16,
     source="vLLM: v1/attention/backends/flex_attention.py",
-    note="columns behind the sequence's length are not in it; the whole cache must be finite, block 0 too",
+    note="columns past the sequence's length are not in it; the whole cache must be finite, block 0 too",
 )
 TORCH_PAGED_ATTENTION = Layout(
     name="torch_paged_attention",
@@ -318,7 +318,7 @@ TENSORRT_LLM = Layout(
     power_of_two=True,
     contiguity="strict",
     source="NVIDIA/TensorRT-LLM: cpp/include/tensorrt_llm/kernels/kvCacheIndex.h",
-    note="groups are pools: export several at once; the sign bit is the kernel's, so entries must fit 31 bits",
+    note="groups are pools: export several together; the sign bit is the kernel's, so entries must fit 31 bits",
 )
 AITER_MLA = Layout(
     name="aiter_mla",
@@ -370,7 +370,7 @@ SPECULATIVE_STATE = Layout(
 )
 ALIGNED_STATE = Layout(
     name="aligned_state",
-    consumer="state layers with prefix caching: the state at the sequence's last token, and the ones behind it",
+    consumer="state layers with prefix caching: the state at the sequence's last token, and the ones after it",
     kind="state",
     null=-1,
     state_columns="aligned",
@@ -411,7 +411,7 @@ RING = Layout(
     consumer="attention over a ring group, by true positions",
     kind="ring",
     source="this contract, R35",
-    note="what the ring has overwritten, and what num_computed_tokens and the window leave behind, is not in it",
+    note="what the ring has overwritten is not in it, nor what the window has passed by num_computed_tokens",
 )
 TOKEN_REQUESTS = Layout(
     name="token_requests",

@@ -55,7 +55,7 @@ class Batch(NamedTuple):
     batch is made for one call; who keeps it keeps the caller's arrays, and their memory.
 
     Attributes:
-        idx_mapping: [num_reqs] int32. Batch index -> row; an entry outside the table is a dummy. None: identity.
+        idx_mapping: [num_reqs] int32. Batch index -> row; one outside the table is a padding entry. None: identity.
         query_start_loc: [num_reqs + 1] int32. First token of each request. None: for `gather` alone.
         positions: [>= num_tokens] int64. Token -> its absolute index in its request. None: for `gather` alone.
         num_reqs: requests in the batch.
@@ -415,7 +415,7 @@ class PreparingStore(StagingStore, Protocol):
 
         Returns:
             An object of the store's own. If it has `resize(num_positions: int) -> bool`, that makes it serve another
-            number of tokens, or returns False and changes nothing; without it each number is prepared anew.
+            number of tokens, or returns False and changes nothing; without it each number is prepared again.
         """
 
     def run_step(

@@ -38,7 +38,7 @@ class _ArrayIds:
 
 
 _UNKNOWN = object()
-"""What is kept of a row that somebody else may have changed, or of ids in a sequence of another kind."""
+"""What is kept of a row that another may have changed, or of ids in a sequence of another kind."""
 
 
 class Requests:

@@ -33,7 +33,7 @@ class RowOperations(Inspection):
     # Rows, one at a time.
 
     def append_row(self, row: int, block_ids: Any) -> None:
-        """Add blocks behind what a row holds. Nothing for a group (None, []) changes nothing there.
+        """Add blocks after what a row holds. Nothing for a group (None, []) changes nothing there.
 
         Args:
             row: the row.
@@ -127,7 +127,7 @@ class RowOperations(Inspection):
     # Rows, many at a time.
 
     def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
-        """Add blocks behind what many rows hold.
+        """Add blocks after what many rows hold.
 
         Args:
             rows: [n] ints. Distinct rows.
@@ -204,7 +204,7 @@ class RowOperations(Inspection):
         self._changing.replace(checked, index, firsts.astype(np.int64), block_ids, blocks)
 
     def remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
-        """Make block old_ids[i] block new_ids[i] in every row of one group, all at once (defragmentation, migration).
+        """Make block old_ids[i] block new_ids[i] in every row of one group, all together (defragmentation, migration).
 
         It searches what the rows of the group hold.
 

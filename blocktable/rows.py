@@ -1,6 +1,6 @@
 """The numpy host path: a mirror of the arena, and a journal of what changed since the last commit (R4-R9).
 
-Methods do what `HostPath` says of them. Every operation is one pass of array calls over all groups at once. A *cell* is
+Methods do what `HostPath` says of them. An operation is one pass of array calls over all groups together. A *cell* is
 one row of one group; per-cell arrays are `[num_groups, n]` for the n rows of a call.
 """
 

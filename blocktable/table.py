@@ -196,17 +196,17 @@ class BlockTable(RankCalls, ExportCalls):
         out: StepBuffers | None = None,
         stream: Any = None,
     ) -> tuple[Array, ...]:
-        """Write the batch's block tables: row i holds the filled columns of row `idx_mapping[i]`, NULL behind them.
+        """Write the batch's block tables: row i holds the filled columns of row `idx_mapping[i]`, NULL after them.
 
         Modifies no row.
 
         Args:
-            idx_mapping: [num_reqs] int32. Batch index -> row; an entry outside the table is a dummy, all NULL.
+            idx_mapping: [num_reqs] int32. Batch index -> row; one outside the table is a padding entry, all NULL.
                 None: the identity over rows 0 .. num_reqs - 1; the result is then the device table's own first rows.
             num_reqs_padded: batch rows to produce, the further ones all NULL. None: `num_reqs`.
             num_reqs: requests; needed where `idx_mapping` is None.
             num_computed_tokens: [num_reqs] int32. Tokens computed before this step: columns that a group's sliding
-                window has left behind come out NULL.
+                window has passed are NULL.
             out: a set of this table's buffers. None: the table's own.
             stream: as `commit`, where `idx_mapping` names none.
 
@@ -245,7 +245,7 @@ class BlockTable(RankCalls, ExportCalls):
         Modifies no row.
 
         Args:
-            idx_mapping: [num_reqs] int32. Batch index -> row; an entry outside the table is a dummy. None: identity.
+            idx_mapping: [num_reqs] int32. Batch index -> row; one outside the table is a padding entry. None: identity.
             query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is the number of tokens.
             positions: [>= num_tokens] int64. Each token's index in its request, in any order.
             num_tokens_padded: entries of the views to return. None: `len(positions)`; of arrays given as `out` all.
@@ -368,7 +368,7 @@ class BlockTable(RankCalls, ExportCalls):
         num_tokens_padded: int | None,
         out: StepBuffers | None,
     ) -> StepPlan | None:
-        """Return a plan for another number of tokens, the same object; None: it must be made anew.
+        """Return a plan for another number of tokens, the same object; None: it must be made again.
 
         Args:
             plan: a plan.

@@ -27,7 +27,7 @@ MAX_CACHED_VIEWS = 1024
 """Views kept for each set of buffers, those used last; an engine that pads uses a few dozen."""
 MAX_PLANS = 256
 """Plans of steps kept for each set of buffers, some 2 KB each; the oldest goes. As many as most engines decode requests
-at once."""
+in one step."""
 
 
 def batch_key(num_reqs: int, idx_mapping: Array | None, num_computed_tokens: Array | None) -> tuple[Any, Any]:

@@ -95,7 +95,8 @@ def find_unset_rows(
         what = "holds no blocks in any group" if is_row[request] else f"is outside the table (rows 0 to {num_rows - 1})"
         message = (
             f"unset_row: request {request} of the batch has {number(mine.size, 'token')} from position {position} on, "
-            f"but its row {row} {what}: none of them is written. Set the row before the step, or pass -1 for a dummy."
+            f"but its row {row} {what}: none of them is written. Set the row before the step, or pass -1 for a padding "
+            "entry."
         )
         found.append((Finding("unset_row", message, step, row=row, position=position), request))
     return found

@@ -415,7 +415,7 @@ class DeviceChecker:
             )
             message = (
                 f"unset_row: a token at position {position} is not written, since its row {row} {what}. Set the row "
-                "before the step, or pass -1 for a dummy."
+                "before the step, or pass -1 for a padding entry."
             )
             return Finding(kind, message, step, row=row, position=position)
         if kind == "position_gap":

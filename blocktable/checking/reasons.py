@@ -9,7 +9,7 @@ from blocktable.checking.calls import number
 from blocktable.config import BlockTableConfig
 from blocktable.protocols import IntArray
 
-Clause = Literal["slot", "dummy", "negative", "other_rank", "not_held", "null_block", "no_slots"]
+Clause = Literal["slot", "padding", "negative", "other_rank", "not_held", "null_block", "no_slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class SlotReason:
     """Why a token has a slot, or none.
 
     Attributes:
-        clause: "slot": it has one (R12). Otherwise the clause of R13: "dummy": the row is outside the table;
+        clause: "slot": it has one (R12). Otherwise the clause of R13: "padding": the row is outside the table;
             "negative": the position is; "other_rank": another context-parallel rank owns the position; "not_held": the
             row holds no such column; "null_block": the entry is missing, and such tokens are PAD; "no_slots": the group
             has none in a step.
@@ -45,9 +45,10 @@ def slot_reason(config: BlockTableConfig, arena: IntArray, row: int, group: int,
     tokens, expansion = geometry.tokens_per_column, geometry.blocks_per_kv_block
     who = f"Row {row} of group {group}"
     if not 0 <= row < num_rows:
-        return SlotReason("dummy", f"Row {row} is outside the table (rows go from 0 to {num_rows - 1}): it is a dummy.")
+        rows = f"rows go from 0 to {num_rows - 1}"
+        return SlotReason("padding", f"Row {row} is outside the table ({rows}): it is a padding entry.")
     if geometry.slot_mode in ("none", "cross"):
-        named = "" if geometry.slot_mode == "none" else ", but where compute_slot_mappings(groups=) names it"
+        named = "" if geometry.slot_mode == "none" else ", except where compute_slot_mappings(groups=) names it"
         return SlotReason("no_slots", f'Group {group} has slot_mode="{geometry.slot_mode}": no slots{named}.')
     if position < 0:
         return SlotReason("negative", f"Position {position} is below 0: it stands for no token.")

@@ -196,7 +196,7 @@ def device_index(device: Any, backend: str) -> int | None:
 def mapped_memory_works(driver: Driver) -> bool:
     """Say whether a kernel sees what the host writes to a mapped block after an earlier kernel has read it.
 
-    It does not where no such memory can be had, as in a container that may pin none.
+    It does not where there is no such memory, as in a container that may pin none.
 
     Args:
         driver: with `is_mapped` set; its device is the current one.

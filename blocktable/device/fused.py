@@ -68,7 +68,7 @@ class PreparedStep:
         num_reqs, num_reqs_padded, _, _, wants_tables = self._sizes
         self._sizes = num_reqs, num_reqs_padded, None, num_positions, wants_tables
         self._forms = [resized_form(form, num_reqs, num_positions) for form in self._forms]
-        self.addresses = ()  # binds anew
+        self.addresses = ()  # binds again
         return True
 
     def bind(self, addresses: Sequence[int | None]) -> None:

@@ -5,7 +5,7 @@ from its `table_start` on. A set of outputs ("batch") is laid out likewise for m
 [num_groups, max_num_reqs], say how many columns each batch row holds, and a group's batch rows begin at its
 `batch_start`. After these batch_entries entries come how many rows the last batch had, one entry that is free, and a
 copy of the batch's counts that the fused step makes for itself: [batch_entries + 2 + num_groups * max_num_reqs] int32
-in all. Which rows exist is a matter of max_num_rows: an entry of idx_mapping outside 0 .. max_num_rows - 1 is a dummy.
+in all. An entry of idx_mapping outside 0 .. max_num_rows - 1 is a padding entry.
 
 `groups` is [num_groups, len(GROUP_FIELDS)] int64. What stands where a group has no block is its `filler`, and where a
 token has no slot its `pad_slot_id`. An entry is missing where uint32(entry - null_start) < blocks_per_kv_block; its
