@@ -275,8 +275,8 @@ def csv(tmp_path: Path) -> str:
     [
         (OffByOne, "(R12, R13)", "stable"),
         (OffByOne, "(R12, R13)", "dense"),
-        (NoPadding, "behind the last real token", "stable"),
-        (NoPadding, "behind the last real token", "dense"),
+        (NoPadding, "after the last real token", "stable"),
+        (NoPadding, "after the last real token", "dense"),
         (StaleTail, "(R10.", "stable"),  # dense: without a window the identity gathers nothing
         (LostWrite, "(R1", "stable"),
         (LostWrite, "(R1", "dense"),

@@ -126,7 +126,7 @@ def expected() -> ExpectedStep:
     [
         (1, 30, "group 0, token 1, request 40 (batch index 0, row 6), position 1: expected 29, got 30 (R12, R13)"),
         (2, -1, "group 0, token 2, request 41 (batch index 1, row 2), position 0: expected 36, got -1 (R12, R13)"),
-        (4, 0, "group 0, token 4, behind the last real token: expected -1, got 0 (R15)"),
+        (4, 0, "group 0, token 4, after the last real token: expected -1, got 0 (R15)"),
     ],
 )
 def test_a_wrong_slot_is_named(expected: ExpectedStep, token: int, got: int, said: str) -> None:

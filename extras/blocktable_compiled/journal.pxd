@@ -25,7 +25,7 @@ cdef class CompiledJournal:
     cdef vector[Range] ranges
     cdef vector[Cell] cells
     cdef int64_t num_rows
-    # Appends that the mirror is behind, of `late_per_call` entries each, in order: one column of each row and group.
+    # Appends that the mirror does not show yet, in order, `late_per_call` entries each: one column of each row, group.
     cdef vector[Late] late
     cdef size_t num_late, late_per_call
     # Entries of the newest one, of these rows, that are changes without being among the ranges; their counts are.

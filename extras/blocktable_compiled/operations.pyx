@@ -38,8 +38,8 @@ cdef enum:
     MOST_SINGLES = 2
     # Loads run ahead of stores by so many rows, which lie a multiple of 4 KiB apart and share few sets of the cache.
     AHEAD = 8
-    # Appends that the mirror may be behind, of at least and at most so many entries each: every store of one misses the
-    # cache, and the page table's, while those that follow one another in a row share a line.
+    # Appends that the mirror need not show yet, of at least and at most so many entries each: every store of one misses
+    # the cache, and the page table's, while those that follow one another in a row share a line.
     LATE_STEPS = 8
     LEAST_LATE = 256
     MOST_LATE = 8192
@@ -56,7 +56,7 @@ cdef class Operations(Arguments):
         journal: what the operations change.
 
     Attributes:
-        least_late: entries of an append that may leave the mirror behind, at least.
+        least_late: entries of an append that the mirror need not show yet, at least.
     """
 
     cdef CompiledJournal journal

@@ -21,7 +21,7 @@ IntArray = npt.NDArray[Any]
 class CompiledRows(NumpyRows):
     """Rows whose steady operations are compiled. What those say no to, the numpy path does.
 
-    Large appends may only be noted at first: the mirror is some steps behind until someone looks at it.
+    Large appends may only be noted at first: the mirror is some steps late until it is looked at.
     """
 
     journal: CompiledJournal

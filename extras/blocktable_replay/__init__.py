@@ -1,4 +1,4 @@
-"""`blocktable replay` and `blocktable explain`, the recorder behind `BlockTable.record`, and the reader of recordings.
+"""`blocktable replay` and `blocktable explain`, the recorder of `BlockTable.record`, and the reader of recordings.
 
 Nothing here is imported by `import blocktable`. `Recording` is documented in docs/recording.md.
 """

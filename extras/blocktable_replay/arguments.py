@@ -126,7 +126,7 @@ def _add_table(parser: Parser) -> None:
 def _add_schedule(parser: Parser) -> None:
     add = parser.add_argument_group("schedule").add_argument
     add("--step-ms", type=_POSITIVE, metavar="MS", help="what a step takes on the simulated clock (default: 30)")
-    add("--all-at-once", action="store_true", default=None, help="let every request arrive at once")
+    add("--all-at-once", action="store_true", default=None, help="let every request arrive at the start")
     add(
         "--no-prefix-sharing",
         dest="share_prefixes",
@@ -200,7 +200,7 @@ _POSITIVE = _number(float, lambda number: 0 < number < math.inf, "number above 0
 _TIME = _number(
     _seconds,
     lambda number: 0 <= number < math.inf,
-    "time; say seconds, or a number with s, m or h behind it",
+    "time; say seconds, or a number with s, m or h after it",
 )
 
 

@@ -4,7 +4,7 @@ Shares no code with a backend nor with the core's rows. It starts from manager b
 never from a table, so a fault of a row operation, of a commit and of a kernel all show.
 
 A *record* is a pair of arrays for each group, `blocks` [n, capacity] manager ids and `counts` [n]; `handles`
-[num_reqs] says which line of it each request of the batch has. A handle outside the record is a dummy.
+[num_reqs] says which line of it each request of the batch has. A handle outside the record is a padding entry.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def expected_slots(
     Args:
         blocks: [n, capacity] int32. Manager ids of each line of the record; `record.NULLED` for one given up.
         counts: [n] int64. Manager blocks of each line.
-        handles: [num_reqs] integers. Batch index -> line of the record; outside of it: a dummy.
+        handles: [num_reqs] integers. Batch index -> line of the record; outside of it: a padding entry.
         query_start_loc: [num_reqs + 1] int32, not decreasing.
         positions: [>= num_tokens] int64.
         size: entries of the buffer.
@@ -117,7 +117,7 @@ def expected_block_table(
     handles: IntArray,
     num_computed_tokens: IntArray | None = None,
 ) -> IntArray:
-    """Return what the batch table's first rows must hold up to the longest one; all behind is NULL.
+    """Return what the batch table's first rows must hold up to the longest one; all after it is NULL.
 
     Args:
         blocks, counts, handles: as `expected_slots`.
@@ -178,7 +178,7 @@ class ExpectedStep:
         slot_mappings: group -> its whole buffer, as `expected_slots` returns it, in the order of the call.
         query_start_loc: [num_reqs + 1] int32.
         positions: [num_tokens] int64.
-        requests: [num_reqs] integers. Number of each request, -1 for a dummy.
+        requests: [num_reqs] integers. Number of each request, -1 for a padding entry.
         rows: [num_reqs] integers. Row of each request in the table.
     """
 
@@ -261,7 +261,7 @@ def _name_token(expected: ExpectedStep, group: int, token: int) -> tuple[str, st
     """Return what a token is, and the rules that say its slot."""
     index = int(np.searchsorted(expected.query_start_loc, token, side="right")) - 1
     if not 0 <= index < expected.rows.size or token >= expected.positions.size:
-        return f"group {group}, token {token}, behind the last real token", "R15"
+        return f"group {group}, token {token}, after the last real token", "R15"
     return (
         f"group {group}, token {token}, request {expected.requests[index]} (batch index {index}, row "
         f"{expected.rows[index]}), position {expected.positions[token]}"

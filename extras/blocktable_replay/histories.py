@@ -126,7 +126,7 @@ class Historian(Player):
         blocks: group -> manager ids whose history is kept.
         followed: number of the life whose events are kept.
         num_calls: the first calls are followed. None: all up to the step.
-        checker: as `ReplayResult`; None: the calls are trusted, since somebody has checked them before.
+        checker: as `ReplayResult`; None: the calls are trusted, since they were checked before.
 
     Attributes:
         lives: all of them, by number.

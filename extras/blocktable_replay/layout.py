@@ -118,7 +118,7 @@ class DenseRows(RowLayout):
         return [("permute_rows", (movers, holes))]
 
     def _decodes_first(self, handles: IntArray, is_prefill: IntArray) -> list[Operation]:
-        """Exchange prefills that stand among the decodes with decodes that stand behind them."""
+        """Exchange prefills that stand among the decodes with decodes that stand after them."""
         num_decodes = handles.size - int(np.count_nonzero(is_prefill))
         in_front = self.row_of[handles] < num_decodes
         prefills, decodes = handles[is_prefill & in_front], handles[~is_prefill & ~in_front]

@@ -22,8 +22,8 @@ class StepPlan:
         num_computed_tokens: [num_reqs] int32. None: no group has a window.
         num_reqs_padded: batch rows.
         num_tokens_padded: slots of the returned view.
-        handles: [num_reqs] int64. Each request's line in the scheduler's record; `NO_REQUEST` for a dummy.
-        requests: [num_reqs] int64. Each request's number; `NO_REQUEST` for a dummy.
+        handles: [num_reqs] int64. Each request's line in the scheduler's record; `NO_REQUEST` for a padding entry.
+        requests: [num_reqs] int64. Each request's number; `NO_REQUEST` for a padding entry.
         rows: [num_reqs] int64. Each request's row.
     """
 
@@ -51,7 +51,7 @@ class Counters:
         preemptions: requests thrown out because blocks ran out.
         resumes: of these, how many came back.
         shared_blocks: blocks that a request got from the prefix cache or a fork, without computing them.
-        evictions: blocks that a sliding window left behind.
+        evictions: blocks that a sliding window has passed.
         rollbacks: requests that gave a block back because draft tokens were rejected.
         forks: samples that split off another request.
         dummy_steps: steps without a real request.

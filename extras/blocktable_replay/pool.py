@@ -15,7 +15,7 @@ NO_OWNER = -1
 class BlockPool:
     """The blocks of one group but for its null block, which never goes out.
 
-    A freed block keeps its key, so that a later request with the same prefix can have it back, until it goes out anew.
+    A freed block keeps its key until it is given out again, so that a later request with the same prefix can have it.
     The free blocks stand in a queue in the order they were freed; one taken from the middle leaves a stale entry there.
 
     Args:

@@ -1,4 +1,4 @@
-"""Prefix sharing: which full manager blocks of two requests hold the same tokens behind the same tokens."""
+"""Prefix sharing: which full manager blocks of two requests hold the same tokens after the same tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PrefixIndex:
             tokens_per_block: tokens of a request that one manager block stands for.
 
         Returns:
-            [n] int64. Equal keys stand for equal tokens behind equal tokens.
+            [n] int64. Equal keys stand for equal tokens after equal tokens.
         """
         chain = self._chains[request]
         last_tokens = np.arange(1, chain.size * HASH_BLOCK_SIZE // tokens_per_block + 1) * tokens_per_block - 1

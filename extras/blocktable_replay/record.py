@@ -27,7 +27,7 @@ class BlockRecord:
         self._nulls = [group.null_block_id for group in config.groups]
 
     def extend(self, group: int, handles: IntArray, block_ids: IntArray, counts: IntArray) -> None:
-        """Put `counts[i]` more blocks behind those of `handles[i]`; arguments as `put`."""
+        """Put `counts[i]` more blocks after those of `handles[i]`; arguments as `put`."""
         held = self.counts[group, handles]
         self.put(group, handles, held, counts, block_ids)
         self.counts[group, handles] = held + counts
@@ -57,7 +57,7 @@ class BlockRecord:
         self.counts[:, dst] = counts
 
     def remap(self, group: int, old_ids: IntArray, new_ids: IntArray) -> None:
-        """Make block `old_ids[i]` block `new_ids[i]` wherever it stands, all at once.
+        """Make block `old_ids[i]` block `new_ids[i]` wherever it stands, all together.
 
         Args:
             old_ids: [n] distinct, no null block.

@@ -51,7 +51,7 @@ class LiveRequests:
         generated: [size] int64.
         known: [size] int64, tokens that are there to be computed: the prompt and what was generated.
         computed: [size] int64, of these, in the cache.
-        evicted: [num_groups, size] int64, blocks that the group's window left behind.
+        evicted: [num_groups, size] int64, blocks that the group's window has passed.
         remembered: [size] int64, tokens of the prompt that the prefix cache knows.
         sharable: [size] int64, tokens of the prompt that it may know.
         must_fork: [size] bool.

@@ -25,7 +25,7 @@ from blocktable_replay.sampling import num_accepted
 from blocktable_replay.traces import Trace
 
 WATERMARK = 0.01
-"""Part of the cache that stays free when a request comes in beside others, so that it is not thrown out at once."""
+"""Part of the cache that stays free when a request comes in beside others, so that it is not thrown out immediately."""
 
 NUM_DUMMIES = 4
 """Dummy requests of a dummy step, one token each."""

@@ -44,7 +44,7 @@ class Trace:
         output_lengths: [n] int64, tokens generated. 0: the prompt alone.
         lines: [n] int64, line in the file.
         hash_ids: one [ceil(input_length / HASH_BLOCK_SIZE)] int64 for each request: equal ids at the same place
-            behind equal ids stand for equal tokens. None: the format has no hashes.
+            after equal ids stand for equal tokens. None: the format has no hashes.
         bad_lines: lines that were skipped.
         notes: sentences for the user, such as columns that nothing reads.
     """

@@ -33,7 +33,8 @@ def drop_in(
         profile: "0.25.1" or "0.33.0". None: that of the vLLM that is loaded or installed.
         mode: "fast" or "strict". None: BLOCKTABLE_VLLM_MODE, else "fast".
         backend: name of the backend. None: BLOCKTABLE_VLLM_BACKEND, else "triton" on a GPU and "numpy" on the CPU.
-        clean_tails: whether a row's former blocks become NULL at once. None: BLOCKTABLE_VLLM_CLEAN_TAILS, else no.
+        clean_tails: whether blocks that a row no longer holds become NULL immediately.
+            None: BLOCKTABLE_VLLM_CLEAN_TAILS, else no.
         check: "off", "host" or "device": whether calls are checked, and findings logged. None: BLOCKTABLE_VLLM_CHECK,
             else "off".
 

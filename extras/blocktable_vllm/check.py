@@ -208,7 +208,7 @@ class V1Check(Check):
         self._move("clear_row", row_idx)
 
     def move_row(self, src: int, tgt: int) -> None:
-        """Row tgt is row src now; 0.25.1 leaves a copy behind, which nobody reads."""
+        """Row tgt is row src now; 0.25.1 leaves a copy there, which is not read."""
         self._move("move_row", src, tgt)
 
     def swap_row(self, src: int, tgt: int) -> None:

@@ -69,7 +69,7 @@ class Settings(NamedTuple):
         profile: the vLLM version whose signatures and effects they have.
         mode: "strict" copies whole rows at every commit, as vLLM does; "fast" sends what changed.
         backend: name of the backend. None: "triton" on a GPU, "numpy" on the CPU.
-        clean_tails: whether blocks that a row no longer holds become NULL at once; else they stay until they are
+        clean_tails: whether blocks that a row no longer holds become NULL immediately; else they stay until they are
             overwritten, as in vLLM.
     """
 

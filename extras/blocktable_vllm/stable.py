@@ -56,7 +56,7 @@ class StableRows:
         self._stream_index = stream_index(self.tables[0])
         self._lender: Any = self._store if hasattr(self._store, "lend") else None
         self._prepares = hasattr(self._store, "prepare_step") and "fused_step" in self._backend.capabilities
-        # Addresses that an emulated device does not know are asked for anew by the store.
+        # Addresses that an emulated device does not know are asked for again by the store.
         self._gives_addresses = self._stream_index is not None
         self.is_waiting = False
         self.num_bytes_sent: int = 0
@@ -133,7 +133,7 @@ class StableRows:
         return used
 
     def show_tables(self) -> None:
-        """Somebody is given the device's rows: from now on no commit waits."""
+        """Other code is given the device's rows: from now on no commit waits."""
         self._may_wait = False
         if self.is_waiting:
             self._commit_now()

@@ -60,7 +60,7 @@ class State:
             torch.cuda.synchronize(device)  # the first step may be on another stream
 
     def give_up_rows(self) -> None:
-        """Somebody puts other arrays in place of the rows: from now on everything goes through these."""
+        """Other code puts other arrays in place of the rows: from now on everything goes through these."""
         if self.has_own_rows:
             for owner in self._owners:
                 thing = owner()

@@ -41,7 +41,7 @@ class PlainTable:
     """One group's rows in strict mode.
 
     Attributes:
-        block_table: buffer of [max_num_reqs, max_num_blocks_per_req] int32; a row keeps what it once held behind its
+        block_table: buffer of [max_num_reqs, max_num_blocks_per_req] int32; a row keeps what it once held after its
             count, as in vLLM.
         num_blocks_per_row: [max_num_reqs] int32, numpy, writable. Columns of each row.
         slot_mapping: buffer of [max_num_batched_tokens] int64.
@@ -139,7 +139,7 @@ class PlainTable:
         return block_ids
 
     def append_row(self, block_ids: Any, row_idx: int) -> None:
-        """Add blocks behind what a row holds. The count is raised before the ids are stored, as in vLLM."""
+        """Add blocks after what a row holds. The count is raised before the ids are stored, as in vLLM."""
         if not block_ids:
             return
         columns = self._expand(block_ids)
@@ -149,7 +149,7 @@ class PlainTable:
         self.block_table.np[row_idx, start : start + number] = columns
 
     def add_row(self, block_ids: Any, row_idx: int) -> None:
-        """Replace what a row holds; what it held behind the new blocks stays."""
+        """Replace what a row holds; what it held after the new blocks stays."""
         self.num_blocks_per_row[row_idx] = 0
         self.append_row(block_ids, row_idx)
 
@@ -161,7 +161,7 @@ class PlainTable:
         self.num_blocks_per_row[row_idx] = 0
 
     def move_row(self, src: int, tgt: int) -> None:
-        """Copy what row src holds to row tgt, whose columns behind it stay; profile 0.33.0 empties row src."""
+        """Copy what row src holds to row tgt, whose columns after it stay; profile 0.33.0 empties row src."""
         rows, counts = self.block_table.np, self.num_blocks_per_row
         count = counts[src]
         rows[tgt, :count] = rows[src, :count]
@@ -189,7 +189,7 @@ class PlainTable:
     def compute_slot_mapping(self, num_reqs: int, query_start_loc: Any, positions: Any) -> None:
         """Write the slot of every token of the batch whose request i has row i, and PAD to the end of the buffer.
 
-        A token whose column lies behind its row gets PAD, and so do tokens of no request.
+        A token whose column lies past its row gets PAD, and so do tokens of no request.
 
         Args:
             num_reqs: requests.
@@ -218,7 +218,7 @@ class PlainTable:
     _kernel_name: str
 
     def _replaced_kernel(self) -> Any:
-        """Return the kernel that somebody put in place of vLLM's; None: nobody did."""
+        """Return the kernel that other code put in place of vLLM's; None: there is none."""
         kernel = getattr(self.__home__, self._kernel_name)
         return None if kernel is self.__own_kernel__ else kernel
 
@@ -418,7 +418,7 @@ class PlainMulti:
             state.belongs_to(self)
 
     def append_row(self, block_ids: Any, row_idx: int) -> None:
-        """Add blocks behind what a row holds. block_ids: one sequence for each group."""
+        """Add blocks after what a row holds. block_ids: one sequence for each group."""
         for group, table in enumerate(self.block_tables):
             table.append_row(block_ids[group], row_idx)
 

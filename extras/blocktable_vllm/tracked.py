@@ -51,7 +51,7 @@ class TrackedTable(PlainTable):
         vars(self)["num_blocks_per_row"] = value
 
     def append_row(self, block_ids: Any, row_idx: int) -> None:
-        """Add blocks behind what a row holds.
+        """Add blocks after what a row holds.
 
         Raises:
             RowCapacityError: they do not fit; nothing was changed.
@@ -61,7 +61,7 @@ class TrackedTable(PlainTable):
             change_row(state, [self], [block_ids], row_idx, replaces=False)
 
     def add_row(self, block_ids: Any, row_idx: int) -> None:
-        """Replace what a row holds; what it held behind the new blocks stays. Errors: as `append_row`."""
+        """Replace what a row holds; what it held after the new blocks stays. Errors: as `append_row`."""
         state, _ = self.__blocktable__
         change_row(state, [self], [block_ids], row_idx, replaces=True)
 
@@ -98,7 +98,7 @@ class TrackedMulti(PlainMulti):
     __given_up__ = plain(PlainMulti, "append_row", "add_row", "commit_block_table")
 
     def append_row(self, block_ids: Any, row_idx: int) -> None:
-        """Add blocks behind what a row holds. block_ids: one sequence for each group.
+        """Add blocks after what a row holds. block_ids: one sequence for each group.
 
         Raises:
             RowCapacityError: a group's row cannot hold them; no group was changed.

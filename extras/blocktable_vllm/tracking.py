@@ -1,11 +1,11 @@
 """The tables' shared state in fast mode: what changed since the last commit, so that a commit sends that alone.
 
-Three things differ from the core's own rows, and are why vLLM's tables have a mirror of their own: columns behind a
+Three things differ from the core's own rows, and are why vLLM's tables have a mirror of their own: columns after a
 row's count keep their contents; whoever holds `.np`, `.cpu` or `num_blocks_per_row` may write to them at any time; and
-engines write to the device's rows behind the committed ones (padding for CUDA graphs).
+engines write to the device's rows after the committed ones (padding for CUDA graphs).
 
 So a commit of n rows sends the journal for rows that were committed before, and whole rows for those that come back
-into the batch, whatever they hold on the device by then. While somebody holds the host's rows nothing is trusted, and a
+into the batch, whatever they hold on the device by then. While others hold the host's rows nothing is trusted, and a
 commit copies whole rows, as in strict mode.
 """
 
@@ -91,7 +91,7 @@ class TrackedState(State):
         # Blocks that a row surely has room for in every group; 0: not known.
         self._rooms = [0] * self._num_rows
 
-        self._shown: list[weakref.ref[Any]] = []  # rows and counts in somebody's hands
+        self._shown: list[weakref.ref[Any]] = []  # rows and counts that other code may hold
         self._is_shown = False
         self._counts_before: IntArray | None = None
 
@@ -268,7 +268,7 @@ class TrackedState(State):
             self.clear_row(group, src)
 
     def swap_row(self, group: int, a: int, b: int) -> None:
-        """Exchange two rows and all that they hold behind their counts."""
+        """Exchange two rows and all that they hold after their counts."""
         rows, counts, highest = self.host.rows[group], self.host.counts[group], self._highest[group]
         ends = [max(int(highest[row]), int(counts[row])) for row in (a, b)]
         end = max(ends)
@@ -302,7 +302,7 @@ class TrackedState(State):
         self._mark_count(group, row)
 
     def _mark(self, group: int, row: int, column: int, length: int) -> None:
-        length = min(length, self._widths[group] - column)  # a count may be beyond the row where somebody wrote it
+        length = min(length, self._widths[group] - column)  # a count may be past the row where other code wrote it
         if length > 0:
             self._marks.append((self._starts[group] + row * self._widths[group] + column, length))
 
@@ -317,7 +317,7 @@ class TrackedState(State):
     # What others see and may write.
 
     def show_rows(self, group: int, name: str) -> Any:
-        """Return a group's rows, "np" or "cpu", as a view that may be written to while somebody holds it."""
+        """Return a group's rows, "np" or "cpu", as a view that may be written to while other code holds it."""
         self.flush()
         self._is_shown = True
         self._rooms = [0] * self._num_rows
@@ -440,7 +440,7 @@ class TrackedState(State):
         self._last_marked = -1
 
     def _send_new_rows(self, n: int) -> list[int]:
-        """Send rows whole that were behind the last commit: by the journal where they are few, else as copies.
+        """Send rows whole that were not in the last commit: by the journal where they are few, else as copies.
 
         Returns:
             [num_groups]. Below which row the journal still has something to send.

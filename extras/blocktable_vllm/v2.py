@@ -178,7 +178,7 @@ class StableTables:
         return {}
 
     def init_block_table_layout_tensors(self) -> None:
-        """Fill what the device knows of the tables again: vLLM's memory was released and mapped anew.
+        """Fill what the device knows of the tables again: vLLM's memory was released and mapped again.
 
         The next `apply_staged_writes` sends all rows.
         """
