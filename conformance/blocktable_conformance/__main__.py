@@ -44,7 +44,7 @@ def pytest_arguments(argv: Sequence[str]) -> list[str] | None:
         "blocktable_conformance",
         "-p",
         "blocktable_conformance.plugin",
-        # Nothing of the folder it is run in may change the run, and the run leaves nothing behind there.
+        # Nothing of the folder it is run in may change the run, and the run leaves nothing there.
         "-c",
         str(PACKAGE / "suite.ini"),
         f"--rootdir={PACKAGE}",

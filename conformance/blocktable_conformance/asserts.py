@@ -87,7 +87,7 @@ def check_table(
     Args:
         got: the table.
         expected: [rows][width].
-        filled: [rows]. Columns that each row holds: a wrong entry behind them is a matter of hygiene (R5).
+        filled: [rows]. Columns that each row holds: a wrong entry after them is a matter of hygiene (R5).
         rules: what a wrong entry among the filled columns breaks, in any row or in each of them.
         what: such as "batch table".
         group: the group.

@@ -18,7 +18,7 @@ from blocktable_conformance.pair import Pair, Seen
 from blocktable_conformance.subject import HostArray, Subject
 
 NO_REQUEST = -1
-"""An idx_mapping entry that marks a dummy request."""
+"""An idx_mapping entry that marks a padding entry."""
 
 
 def small_config(*groups: KVCacheGroup, width: int = 4, **options: Any) -> BlockTableConfig:

@@ -204,7 +204,7 @@ class Located(NamedTuple):
 
 
 class OracleTable:
-    """A block table, host and device: what every operation must leave behind.
+    """A block table, host and device: what every operation must leave.
 
     Attributes:
         shapes: one `Geometry` for each group.
@@ -223,7 +223,7 @@ class OracleTable:
     # Row operations (R4-R8). Each looks at everything first, so that a refusal has changed nothing (R6).
 
     def append_row(self, row: int, block_ids: Any) -> None:
-        """Add blocks behind what a row holds."""
+        """Add blocks after what a row holds."""
         self._check_row(row)
         self._extend([row], [[ids] for ids in self._ids_per_group(block_ids)])
 
@@ -233,7 +233,7 @@ class OracleTable:
         self._replace([row], [[ids] for ids in self._ids_per_group(block_ids)])
 
     def append_rows(self, rows: Sequence[int], block_ids: Any, counts: Any) -> None:
-        """Add blocks behind what each of several rows holds."""
+        """Add blocks after what each of several rows holds."""
         self._check_rows(rows)
         self._extend(rows, self._split(block_ids, counts, len(rows)))
 
@@ -351,7 +351,7 @@ class OracleTable:
             self.rows[group][row][start : start + count], ids = ids[:count], ids[count:]
 
     def remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
-        """Make every `old_ids[i]` that a row holds `new_ids[i]`, all at once."""
+        """Make every `old_ids[i]` that a row holds `new_ids[i]`, all together."""
         old, new = self._ids_of(group, old_ids), self._ids_of(group, new_ids)
         if len(old) != len(new) or len(set(old)) != len(old) or None in old:
             raise Refused("ArgumentError")
@@ -425,7 +425,7 @@ class OracleTable:
     def gather(self, idx_mapping: Sequence[int], num_computed_tokens: Sequence[int] | None = None) -> list[Table]:
         """Return the whole batch buffer of each group, [max_num_reqs][width] (R10, R11).
 
-        Rows behind the batch are NULL, asked for or not: nothing of an earlier, larger batch survives.
+        Rows after the batch are NULL, asked for or not: nothing of an earlier, larger batch survives.
         """
         tables = []
         for g in range(len(self.shapes)):
@@ -438,7 +438,7 @@ class OracleTable:
         return tables
 
     def batch_columns(self, group: int, row: int, num_computed_tokens: int | None = None) -> list[int]:
-        """Return the column list that a batch shows of a row; a dummy's is empty (R10, R11)."""
+        """Return the column list that a batch shows of a row; a padding entry's is empty (R10, R11)."""
         shape, columns = self.shapes[group], self.committed_columns(group, row)
         if shape.sliding_window is None or num_computed_tokens is None:
             return columns
@@ -520,7 +520,7 @@ class OracleTable:
         return columns + [self.shapes[group].filler] * (self.shapes[group].width - len(columns))
 
     def committed_columns(self, group: int, row: int) -> list[int]:
-        """Return a row's column list as of the last commit; a dummy's is empty (R10.2)."""
+        """Return a row's column list as of the last commit; a padding entry's is empty (R10.2)."""
         return self.committed[group][row] if 0 <= row < self.num_rows else []
 
     @staticmethod

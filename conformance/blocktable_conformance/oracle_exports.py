@@ -1,6 +1,6 @@
 """The exports of a batch in plain Python, written to be read beside docs/spec.md (R25-R31).
 
-A *batch* below is a list of rows, -1 or anything outside the table for a dummy. Every result covers all batch rows that
+A *batch* below is a list of rows; -1, or one outside the table, is a padding entry. A result covers all batch rows that
 the table has, asked for or not, and every group of the export.
 """
 
@@ -60,7 +60,7 @@ class ExportOracle:
         config: its config.
         layout: the layout.
         groups: the groups.
-        batch: [max_batch] requests; those behind the batch are dummies.
+        batch: [max_batch] requests; those after the batch are padding entries.
         num_reqs: requests of the batch.
         starts: [num_reqs + 1]. First token of each request; None where they are not given.
     """

@@ -267,7 +267,7 @@ class BatchDraw:
 
 @st.composite
 def batches(draw: Draw, config: BlockTableConfig, oracle: OracleTable, *, in_place: bool = False) -> BatchDraw:
-    """Draw a batch over a table: any rows, dummies, empty requests, positions inside and outside the rows.
+    """Draw a batch over a table: any rows, padding entries, empty requests, positions inside and outside the rows.
 
     Args:
         config: of the table.

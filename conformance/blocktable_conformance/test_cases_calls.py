@@ -70,7 +70,7 @@ def test_warmup_changes_nothing(subject: Subject) -> None:
 
 @pytest.mark.large
 def test_a_few_tokens_in_a_buffer_of_many_tiles(subject: Subject) -> None:
-    """Three tokens in a buffer of 1030 entries: everything behind them is PAD, to the last entry.
+    """Three tokens in a buffer of 1030 entries: everything after them is PAD, to the last entry.
 
     Cases: K8. Rules: R15.
     """
@@ -162,7 +162,7 @@ def _inputs(
 
 
 def test_inputs_may_be_host_arrays_and_views_at_any_offset(subject: Subject) -> None:
-    """Numpy inputs give what device arrays give, and may be overwritten at once; so do views that start at element 1.
+    """Numpy inputs give what device arrays give, and may be overwritten immediately; so may views from element 1 on.
 
     Rules: R10.8, R21, R22.
     """
@@ -288,7 +288,7 @@ def test_invalidate_rebuilds_the_device_and_every_set(subject: Subject) -> None:
 
 
 def _overwrite(pair: Pair, value: int) -> None:
-    """Put `value` into every entry of the device's arena, behind the core's back."""
+    """Put `value` into every entry of the device's arena, without the core's knowledge."""
     size = pair.config.arena.size
     writes = Writes(
         pair.config.arena, np.zeros(1, np.int64), np.array([size], np.int32), np.full(size, value, np.int32)

@@ -100,7 +100,7 @@ def test_padding_under_context_parallelism(subject: Subject) -> None:
 
 @pytest.mark.parametrize(("rank", "passed"), [(0, 3), (1, 2)])
 def test_a_window_over_shared_tokens(subject: Subject, rank: int, passed: int) -> None:
-    """Window 8, 29 computed: of the 22 tokens left behind rank 0 held 12 and rank 1 held 10, in columns of 4.
+    """Window 8, 29 computed: of the 22 tokens that it has passed rank 0 held 12 and rank 1 held 10, in columns of 4.
 
     Cases: C7. Rules: R11, R19.
     """

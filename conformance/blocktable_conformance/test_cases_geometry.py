@@ -225,7 +225,7 @@ def test_a_group_without_slots(subject: Subject) -> None:
 
 
 def test_columns_left_by_a_sliding_window_are_null(subject: Subject) -> None:
-    """Window 8, 19 tokens computed: tokens 0..11 are left behind, three columns of 4; the table and the slots stay.
+    """Window 8, 19 tokens computed: tokens 0..11 are passed, three columns of 4; the table and the slots stay.
 
     Cases: G10. Rules: R11, R12.
     """
@@ -304,7 +304,7 @@ def test_impossible_tables_are_refused_in_a_sentence(subject_once: Subject) -> N
 
 
 def test_what_is_no_request_is_pad_in_every_group(subject: Subject) -> None:
-    """One dummy step over a linear, a ring, a sharded-off and a windowed group: PAD in all of them.
+    """One step of padding entries over a linear, a ring, a sharded-off and a windowed group: PAD in all of them.
 
     Cases: P5. Rules: R13, R14.
     """

@@ -117,7 +117,7 @@ def test_sizes_sets_and_paddings_in_turn(subject: Subject) -> None:
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "same"])
 def test_rows_of_the_padding_are_looked_at_in_every_step(subject: Subject, is_new: bool) -> None:
-    """With the identity a row behind the batch is filled between two steps over the same, or over new, arrays.
+    """With the identity a row after the batch is filled between two steps over the same, or over new, arrays.
 
     Rules: R10.10.
     """

@@ -111,7 +111,7 @@ def test_real_state_in_block_0(subject_once: Subject) -> None:
 
 @pytest.mark.parametrize(("null", "filler"), [(0, 0), (-1, -1), (5, 10)])
 def test_what_stands_where_no_block_is(subject: Subject, null: int, filler: int) -> None:
-    """Tails, dummies, padded rows, holes and columns that a window has left hold the filler, k columns for each block.
+    """Tails, padding entries, padded rows, holes and columns that a window has passed hold fillers, k for each block.
 
     Rules: R4, R5, R7, R9.1, R10.1, R10.2, R10.3, R10.6, R11.
     """
@@ -130,13 +130,13 @@ def test_what_stands_where_no_block_is(subject: Subject, null: int, filler: int)
     table = seen.block_tables[0]
     check_values(table[0], [6, 7, *[filler] * 6], "R10.1", "a batch row")
     for row in (1, 3):
-        check_values(table[row], [filler] * 8, "R10.2, R10.3", "the row of a dummy, or of padding")
+        check_values(table[row], [filler] * 8, "R10.2, R10.3", "the row of a padding entry, or a padded row")
     check_values(table[2], [filler] * 5 + [17, filler, filler], "R11", "a row with a window")
     table = pair.step([1], [0, 1], [0]).buffer_tables[0]
     for row in (1, 2, 3):
         check_values(table[row], [filler] * 8, "R5, R10.6", "a row that the batch before this one had")
     table = pair.step([-1], [0, 1], [0]).buffer_tables[0]
-    check_values(table[0], [filler] * 8, "R5, R10.2", "a dummy's row, where there were columns")
+    check_values(table[0], [filler] * 8, "R5, R10.2", "a padding entry's row, where there were columns")
     pair.do("clear")
     pair.invalidate()
 

@@ -29,7 +29,7 @@ def test_padding_is_pad_and_a_writer_that_skips_it_touches_no_block(subject: Sub
 
 
 def test_a_shorter_step_leaves_no_slot_of_the_longer_one(subject: Subject) -> None:
-    """Ten tokens, then two with eight launched: the whole buffer behind the two is PAD.
+    """Ten tokens, then two with eight launched: the whole buffer after the two is PAD.
 
     Cases: P2. Rules: R15.
     """
@@ -63,7 +63,7 @@ def test_a_new_table_is_pad_and_null(subject_once: Subject) -> None:
 
 
 def test_a_dummy_step_pads_every_group_and_still_commits(subject: Subject) -> None:
-    """After a real step a dummy step of four requests leaves nothing in any group, and commits what changed before it.
+    """After a real step a step of four padding entries leaves nothing in any group, and commits what changed before it.
 
     Cases: P5. Rules: R9.1, R10.2, R13, R17.
     """
@@ -76,7 +76,7 @@ def test_a_dummy_step_pads_every_group_and_still_commits(subject: Subject) -> No
     for group in range(2):
         expect_slots(dummy, [], "R13", group=group)
         expect_table(dummy.block_tables[group], [], "R10.2")
-    # Pair.step has compared the addresses; the row set before the dummy step must be there.
+    # Pair.step has compared the addresses; the row set before that step must be there.
     on_device = subject.to_host(pair.table.device_table(0))
     expect_table(on_device, [[5, 6], [], [3]], "R9.1", "the device table")
 
@@ -138,7 +138,7 @@ def test_padded_rows_hold_nothing_of_an_earlier_batch(subject: Subject) -> None:
 
 
 def test_a_row_that_shrank_leaves_no_column_in_its_batch_row(subject_once: Subject) -> None:
-    """A batch row that held four columns and now holds one, or another row's two, is NULL behind them.
+    """A batch row that held four columns and now holds one, or another row's two, is NULL after them.
 
     Cases: P9. Rules: R5, R10.1, R10.2.
     """
@@ -182,7 +182,7 @@ def test_an_idx_mapping_of_minus_one_is_a_dummy(subject: Subject) -> None:
 
 
 def test_a_dummy_between_requests(subject: Subject) -> None:
-    """A dummy in the middle pads its own tokens only.
+    """A padding entry in the middle pads its own tokens only.
 
     Cases: P11. Rules: R10.1, R10.2, R13.
     """
@@ -226,7 +226,7 @@ def test_fewer_positions_than_query_start_loc_says(subject_once: Subject) -> Non
 
 
 def test_more_positions_than_query_start_loc_says(subject_once: Subject) -> None:
-    """Positions behind the last request, as in a padded buffer, are no tokens.
+    """Positions after the last request, as in a padded buffer, are no tokens.
 
     Cases: P13. Rules: R15.
     """

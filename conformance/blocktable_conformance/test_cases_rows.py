@@ -68,7 +68,7 @@ def test_an_empty_row_moved_empties_the_destination(subject_once: Subject) -> No
 
 
 def test_swaps_exchange_rows_of_different_lengths(subject_once: Subject) -> None:
-    """Three swapped rows keep their own counts, and no tail stays behind the shorter ones.
+    """Three swapped rows keep their own counts, and no tail stays after the shorter ones.
 
     Cases: T4. Rules: R4, R5.
     """
@@ -339,7 +339,7 @@ def test_copied_rows_live_their_own_lives(subject_once: Subject) -> None:
 
 
 def test_appends_to_every_row_reach_the_device_in_every_group(subject_once: Subject) -> None:
-    """Many columns at once may travel on a way of their own, and one after another: of each group and row.
+    """Many columns may travel on a way of their own, and one after another: of each group and row.
 
     Rules: R9.1, R9.7.
     """

@@ -97,7 +97,7 @@ def test_a_window_moves_while_its_row_changes(subject: Subject) -> None:
 
 
 def test_a_large_a_small_and_a_large_batch_of_the_same_rows(subject: Subject) -> None:
-    """Rows that were out of a batch, or behind a dummy, come back as they are by then.
+    """Rows that were out of a batch, or after a padding entry, come back as they are by then.
 
     Rules: R10.1, R10.2, R10.6.
     """
@@ -155,7 +155,7 @@ def test_shown_rows_change_places(subject: Subject) -> None:
 
 
 def test_a_batch_shown_again_after_a_reset(subject: Subject) -> None:
-    """`invalidate` makes the batch tables NULL: the same batch must be written anew, and so must one that changed.
+    """`invalidate` makes the batch tables NULL: the same batch must be written again, and so must one that changed.
 
     Rules: R10.1, R24.
     """

@@ -190,7 +190,7 @@ def test_a_row_that_was_cleared_too_early(subject: Subject) -> None:
 
 @pytest.mark.parametrize("row", [6, -2, 2**31 - 1])
 def test_a_row_outside_the_table_is_unset_but_with_tokens_only(subject: Subject, row: int) -> None:
-    """-1 is a dummy's habit, and an entry without tokens is padding whatever it says.
+    """-1 is usual for padding, and an entry without tokens is padding whatever it says.
 
     Rules: R40.
     """
@@ -687,8 +687,8 @@ def test_why_names_the_clause(subject_once: Subject) -> None:
         (0, 0, 0): ("other_rank", None),
         (0, 0, 10): ("not_held", None),
         (0, 0, -1): ("negative", None),
-        (-1, 0, 0): ("dummy", None),
-        (9, 0, 0): ("dummy", None),
+        (-1, 0, 0): ("padding", None),
+        (9, 0, 0): ("padding", None),
         (0, 1, 13): ("slot", 37),
         (0, 2, 3): ("null_block", None),
         (0, 2, 4): ("slot", 12),

@@ -12,7 +12,7 @@ from blocktable_conformance.subject import Subject
 from blocktable_conformance.test_exports import CSR, INVERSE_MAP, KV, MISSING_IS_MINUS_1, SPOILED, TOKEN_CSR, spoil
 
 FAR = 256
-"""More places than a program of a GPU does at once."""
+"""More places than a program of a GPU does in one turn."""
 
 
 @pytest.mark.large
@@ -20,7 +20,7 @@ FAR = 256
     "wanted", [CSR, TOKEN_CSR, KV, INVERSE_MAP, MISSING_IS_MINUS_1], ids=lambda wanted: wanted.kind
 )
 def test_an_export_leaves_far_places_alone(subject_once: Subject, wanted: Layout) -> None:
-    """Two short rows in wide arrays: what stands far behind their entries before an export stands there after it.
+    """Two short rows in wide arrays: what stands far after their entries before an export stands there after it.
 
     Rules: R25.14.
     """

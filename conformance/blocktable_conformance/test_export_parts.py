@@ -295,7 +295,7 @@ def test_rings_of_two_groups(subject_once: Subject) -> None:
 
 
 def test_requests_of_tokens_by_hand(subject_once: Subject) -> None:
-    """Two requests padded to four, three tokens to six; then fewer, a dummy, empty requests and a late start.
+    """Two requests padded to four, three tokens to six; then fewer, a padding entry, empty requests and a late start.
 
     Rules: R35.
     """
@@ -375,7 +375,7 @@ def check_positions(
 
 @pytest.mark.parametrize("dtype", [None, "int32", "int64"])
 def test_positions_by_hand(subject_once: Subject, dtype: str | None) -> None:
-    """Two rows and a dummy, positions in any order and past the row.
+    """Two rows and a padding entry, positions in any order and past the row.
 
     Rules: R36.
     """

@@ -181,7 +181,7 @@ def test_entries_of_32_bits(subject_once: Subject) -> None:
 
 
 def test_csr_by_hand(subject_once: Subject) -> None:
-    """Rows of 3, 1, 2 and 0 blocks of 4 tokens: lengths on both sides of a block's edge, a dummy, an empty request.
+    """Rows of 3, 1, 2 and 0 blocks of 4 tokens: lengths on both sides of a block's edge, padding, an empty request.
 
     Rules: R25.13, R27.
     """
@@ -202,7 +202,7 @@ def test_csr_by_hand(subject_once: Subject) -> None:
 
 
 def test_lengths_past_what_a_row_holds_are_cut(subject_once: Subject) -> None:
-    """A length above the filled columns is cut to them and the last block counts as full; nothing behind is read.
+    """A length above the filled columns is cut to them and the last block counts as full; nothing after them is read.
 
     Rules: R27, R28.
     """
@@ -288,7 +288,7 @@ def test_tables_by_hand(subject_once: Subject) -> None:
     host = subject_once.to_host
     missing = host(ExportPair(pair, MISSING_IS_MINUS_1).run([0, -1, 1]).entries[0])
     check_values(missing[0], [20, 21, -1, -1, 24, 25], "R26", "the row with a block that became NULL")
-    check_values(missing[1], [-1] * 6, "R26", "the row of a dummy")
+    check_values(missing[1], [-1] * 6, "R26", "the row of a padding entry")
     check_values(missing[2], [28, 29, -1, -1, -1, -1], "R26", "a shorter row")
     wide = ExportPair(pair, WIDE)
     check(wide.out.width == 24, "R26", f"a multiple of 96 tokens takes 24 columns, got {wide.out.width}.")
@@ -391,7 +391,7 @@ def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
 
 
 def test_kv_offsets_by_hand(subject_once: Subject) -> None:
-    """K entries are doubled ids, V entries one more; both are 0 behind the row.
+    """K entries are doubled ids, V entries one more; both are 0 after the row.
 
     Rules: R29.
     """
@@ -419,7 +419,7 @@ def test_inverse_map_by_hand(subject_once: Subject) -> None:
     check_values(np.flatnonzero(got[0] >= 0), [3, 5, 9], "R30", "the blocks of the first request")
     check_values(got[1, [5, 2, 0]], [1, 2, -1], "R30", "the columns of blocks 5, 2 and 0")
     check_values(got[2, [7, 0, 8]], [0, -1, 2], "R30", "the columns of blocks 7, 0 and 8")
-    check(bool((got[3] == -1).all()), "R30", "a dummy's map must be empty.")
+    check(bool((got[3] == -1).all()), "R30", "a padding entry's map must be empty.")
     got = subject_once.to_host(export.run([1, 0], [4, 5]).entries[0])
     check_values(got[0, [5, 2, 3]], [0, -1, -1], "R30", "the columns after a longer batch")
     check_values(got[1, [3, 5, 9]], [0, 1, -1], "R30", "the columns after a longer batch")
@@ -587,7 +587,7 @@ def test_metadata_that_is_refused_commits_nothing(subject_once: Subject) -> None
 
 
 def test_windows_are_cut_out(subject_once: Subject) -> None:
-    """With num_computed_tokens the columns that a window has left behind are NULL in every layout but states.
+    """With num_computed_tokens the columns that a window has passed are NULL in every layout but states.
 
     Rules: R11, R25.5.
     """
@@ -601,7 +601,7 @@ def test_windows_are_cut_out(subject_once: Subject) -> None:
 
 
 def test_the_identity(subject_once: Subject) -> None:
-    """`idx_mapping=None` exports the first rows; a row behind the batch must be empty, as for a gather.
+    """`idx_mapping=None` exports the first rows; a row after the batch must be empty, as for a gather.
 
     Rules: R10.9, R10.10, R25.4.
     """
@@ -680,7 +680,7 @@ def test_invalidate_refills_exports(subject_once: Subject) -> None:
 
 
 def test_host_arrays_are_staged(subject_once: Subject) -> None:
-    """Numpy inputs give what device arrays give, and may be reused at once.
+    """Numpy inputs give what device arrays give, and may be reused immediately.
 
     Rules: R10.8, R25.4.
     """
@@ -702,7 +702,7 @@ TRAP = 1_000_003
 
 
 def _write_traps(pair: Pair) -> None:
-    """Put a block id that no row holds into every column behind a filled count; the counts stay."""
+    """Put a block id that no row holds into every column after a filled count; the counts stay."""
     arena = pair.config.arena
     offsets, lengths = [], []
     for group, filled in enumerate(pair.oracle.device_filled()):
@@ -715,7 +715,7 @@ def _write_traps(pair: Pair) -> None:
 
 
 def test_nothing_behind_a_filled_count_is_exported(subject_once: Subject) -> None:
-    """With traps behind every filled count no export shows one, however long the sequences claim to be.
+    """With traps after every filled count no export shows one, however long the sequences claim to be.
 
     Rules: R10.5, R25.5, R26, R27, R28, R29, R30, R31.
     """
@@ -899,7 +899,7 @@ def test_exports_in_any_history(subject_once: Subject) -> None:
     "wanted", [CSR, TOKEN_CSR, KV, INVERSE_MAP, MISSING_IS_MINUS_1], ids=lambda wanted: wanted.kind
 )
 def test_long_rows(subject_once: Subject, wanted: Layout) -> None:
-    """Rows of hundreds of columns, far more than a program does at once, beside short ones, and then the short alone.
+    """Rows of hundreds of columns, more than a program does in one turn, beside short ones, and then the short alone.
 
     Rules: R25.13, R26, R27, R28, R29, R30.
     """

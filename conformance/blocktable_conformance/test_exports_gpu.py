@@ -173,7 +173,7 @@ def test_no_export_waits_allocates_or_compiles(subject_once: Subject, torch: Any
     for _ in range(3):  # other processes use the device too: its free bytes must stay in one round
         free = torch.cuda.mem_get_info()[0]
         for which, result in zip(captured.exports, results, strict=True):
-            with held(torch, stream) as hold:  # each anew: a stream queues so many launches only
+            with held(torch, stream) as hold:  # each again: a stream queues so many launches only
                 for batch in batches:
                     again = export(which, batch)
                     check(hold.is_busy, "R22, R25.10", f"an export of {which.layout.kind} waited for the device.")

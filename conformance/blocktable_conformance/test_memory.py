@@ -120,6 +120,6 @@ def test_a_dropped_table_is_freed_immediately(subject: Subject) -> None:
     check(
         not alive,
         "R24",
-        f"a dropped table left {', '.join(alive)} behind: they refer to each other in a circle, or something else "
+        f"a dropped table left {', '.join(alive)} alive: they refer to each other in a circle, or something else "
         "refers to them. Of two objects only one may refer to the other.",
     )

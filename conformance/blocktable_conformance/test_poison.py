@@ -30,7 +30,7 @@ GROUPS = (
 
 
 def _trapped_pair(subject: Subject, rank: int) -> Pair:
-    """Return a table of rows of 0 to 3 blocks, with a trap in every column behind a filled count."""
+    """Return a table of rows of 0 to 3 blocks, with a trap in every column after a filled count."""
     pair = make(subject, *GROUPS, width=8, width_alignment=8, context_parallel=shard(2, rank, 2))
     for row in range(4):
         held = [list(range(10 * row + 1, 10 * row + 1 + min(row, shape.capacity))) for shape in pair.oracle.shapes]
@@ -56,7 +56,7 @@ def _write_traps(pair: Pair) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_past_a_filled_count_is_read(subject_once: Subject, rank: int) -> None:
-    """With traps behind every filled count batch tables show NULL there, and no slot lies in a trap.
+    """With traps after every filled count batch tables show NULL there, and no slot lies in a trap.
 
     Rules: R10.5, R11, R13.
     """
@@ -86,7 +86,7 @@ def test_a_batch_row_that_grew_and_shrank_over_traps(subject: Subject) -> None:
 # Garbage. Slots are unspecified where query_start_loc decreases, but nothing outside the arrays is read or written.
 
 GUARD = 123_456_789
-"""What stands before and behind an output array; a kernel that writes outside changes it."""
+"""What stands before and after an output array; a kernel that writes outside changes it."""
 
 GARBAGE_STARTS = [
     [0, 5, 3, 8, 8],
@@ -158,7 +158,7 @@ def test_garbage_starts_in_a_step_harm_nothing_else(subject: Subject, starts: li
 
 
 def test_inputs_inside_larger_arrays(subject: Subject) -> None:
-    """Inputs that are views into arrays of other, plausible values: nothing before or behind the views is read.
+    """Inputs that are views into arrays of other, plausible values: nothing before or after the views is read.
 
     Rules: R10.8, R15, R21.
     """
@@ -181,7 +181,7 @@ def test_inputs_inside_larger_arrays(subject: Subject) -> None:
 
 @pytest.mark.parametrize("idx_mapping", GARBAGE_ROWS, ids=str)
 def test_garbage_rows_and_positions(subject: Subject, idx_mapping: list[int]) -> None:
-    """Garbage in idx_mapping and positions is no reason for an unspecified result: dummies and PAD, exactly.
+    """Garbage in idx_mapping and positions is no reason for an unspecified result: NULL rows and PAD, exactly.
 
     Rules: R10.2, R12, R13.
     """

@@ -53,7 +53,7 @@ class Model:
         self.filled = np.zeros((len(config.groups), config.max_num_reqs), np.int64)
 
     def set(self, group: int, row: int, start: int, ids: np.ndarray[Any, Any]) -> None:
-        """Put manager ids behind the first `start` blocks of a row, and nothing behind them."""
+        """Put manager ids after the first `start` blocks of a row, and nothing after them."""
         size = self.config.groups[group].block_size
         k = size // (self.config.groups[group].kernel_block_size or size)
         columns = (ids[:, None] * k + np.arange(k)).ravel()
@@ -119,12 +119,12 @@ class Batch(NamedTuple):
 class Inputs:
     """What a step and its expectation read, at fixed places on the device, so that the expectation can be a graph.
 
-    One copy brings a step's random numbers and the whole model. It is from pageable memory: the host may go on at once.
+    One copy brings a step's random numbers and the whole model. It is from pageable memory: the host need not wait.
 
     Attributes:
         tables, filled: the model, as in `Model`.
-        idx: [MAX_ROWS] int32. -1 behind the batch.
-        starts: [MAX_ROWS + 1] int32. The number of tokens behind the batch.
+        idx: [MAX_ROWS] int32. -1 after the batch.
+        starts: [MAX_ROWS + 1] int32. The number of tokens after the batch.
         positions: [MAX_TOKENS] int64.
         computed: [MAX_ROWS] int32.
     """
@@ -149,7 +149,7 @@ class Inputs:
         self._idx, self._starts, self._computed = np.split(host[3], [MAX_ROWS, 2 * MAX_ROWS + 1])
 
     def draw(self, rng: np.random.Generator) -> Batch:
-        """Draw a batch with dummies, empty requests and wild positions, and send it with the model."""
+        """Draw a batch with padding entries, empty requests and wild positions, and send it with the model."""
         num_reqs = int(rng.integers(0, MAX_ROWS + 1))
         lengths = rng.integers(0, MAX_TOKENS // max(num_reqs, 1) + 1, num_reqs)
         tokens = int(lengths.sum())

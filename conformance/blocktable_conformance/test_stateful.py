@@ -94,7 +94,7 @@ class TableHistory(RuleBasedStateMachine):
 
     @rule(data=st.data(), operation=st.sampled_from(["move_row", "swap_rows", "copy_row", "permute_rows", "copy_rows"]))
     def rearrange(self, data: st.DataObject, operation: str) -> None:
-        """Move, swap or fork, also onto itself; or many moves and swaps, or many forks, at once."""
+        """Move, swap or fork, also onto itself; or many moves and swaps, or many forks, in one call."""
         if operation == "copy_rows":
             dst = self._rows(data)
             src = data.draw(st.lists(st.integers(0, self.num_rows - 1), min_size=len(dst), max_size=len(dst)))

@@ -79,7 +79,7 @@ class Shape:
 
 
 class Engine:
-    """An engine's own table behind the calls that it has; a subclass defines those alone.
+    """An engine's own table, by the calls that it has; a subclass defines only those.
 
     Calls, by the names that trials use. Ids are manager blocks, `[groups]` lists; what is returned is in kernel blocks.
 

@@ -1,4 +1,4 @@
-"""Our own table behind an adapter's calls: what keeps every rule."""
+"""Our own table by an adapter's calls: what keeps every rule."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class SGLang(Engine):
         return [[[slot // size for slot in row[::size]] for row in self.pool.req_to_token[1:].tolist()]]
 
     def gather(self, rows: Sequence[int], padded: int) -> Rows:
-        """The pages that the kernel for FlashMLA writes into a buffer that lasts; a padding entry is one token of row 0."""
+        """The pages that the kernel for FlashMLA writes into a buffer that lasts; padding is one token of row 0."""
         lengths = [1 if row < 0 else self.lengths[row] for row in rows]
         self.pages[(len(rows), self.num_page_blocks(self.shape.blocks, self.shape.block_size))](
             self.pool.req_to_token,

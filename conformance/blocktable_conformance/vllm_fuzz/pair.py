@@ -15,10 +15,10 @@ from blocktable_conformance.vllm_fuzz.histories import MULTI, Call, Geometry, Lo
 from blocktable_vllm import drop_in, home
 
 SLACK = 4096
-"""Entries before and behind vLLM's table on the device, and behind its slots: it reads and writes there."""
+"""Entries before and after vLLM's table on the device, and after its slots: it reads and writes there."""
 
 MARK = -77
-"""What lies behind vLLM's slots."""
+"""What lies after vLLM's slots."""
 
 
 class Different(AssertionError):
@@ -81,7 +81,7 @@ class Pair:
         self.last_commit = 0
         self.held: list[tuple[Any, Any]] = []
         self.saved: list[list[tuple[Any, Any]]] = [[], []]
-        # Entries of the device's rows that somebody has written to, and what.
+        # Entries of the device's rows that other code has written to, and what.
         self.overwritten: list[list[tuple[int, int, int]]] = [[] for _ in self.widths]
         self.addresses = [table.block_table.gpu.data_ptr() for table in self.our_tables]
         self.compare()
@@ -251,7 +251,7 @@ class Pair:
         return found[0], found[1]
 
     def _do_patched_kernel(self, target: int, num_reqs: int, starts: Any, positions: Any, is_odd: bool) -> None:
-        """Somebody puts another kernel under vLLM's name: both must call it, with the same arguments."""
+        """Other code puts another kernel under vLLM's name: both must call it, with the same arguments."""
         name = "_compute_slot_mapping_kernel" if self.profile == "0.25.1" else "_COMPUTE_SLOT_MAPPING_KERNEL"
         arguments = (num_reqs, *self._tensors(starts, positions, is_odd))
         records = []
@@ -318,13 +318,13 @@ class Pair:
         self.held.clear()
 
     def _do_fill_device(self, target: int, stop: int, value: int) -> None:
-        """What vLLM's runner does to the rows behind the batch."""
+        """What vLLM's runner does to the rows after the batch."""
         for group in self._groups(target):
             for table in (self.their_tables[group], self.our_tables[group]):
                 table.get_device_tensor(max(stop, self.last_commit))[self.last_commit :].fill_(value)
 
     def _do_overwrite_device(self, target: int, row: int, column: int, value: int) -> None:
-        """Somebody writes to a row of the batch on the device."""
+        """Other code writes to a row of the batch on the device."""
         group = max(target, 0)
         for table in (self.their_tables[group], self.our_tables[group]):
             table.block_table.gpu[row, column] = value
@@ -422,7 +422,7 @@ class Pair:
                 raise Different(f"{where}: the device rows have moved")
 
     def _restore_device(self, group: int) -> None:
-        """Where vLLM's commit has undone what somebody wrote, and ours has it still, undo it there too."""
+        """Where vLLM's commit has undone what other code wrote, and ours has it still, undo it there too."""
         theirs, ours = self.their_tables[group].block_table.gpu, self.our_tables[group].block_table.gpu
         kept = []
         for row, column, value in self.overwritten[group]:

@@ -330,7 +330,7 @@ class StablePair:
         self.slots[:] = PAD_SLOT_ID
 
     def _do_write_tables(self, group: int, row: int, column: int, values: list[int]) -> None:
-        """Somebody writes to the batch tables: the dummy context, a Mamba kernel."""
+        """Other code writes to the batch tables: the dummy context, a Mamba kernel."""
         written = torch.tensor(values, dtype=torch.int32, device=self.device)
         for tables in (self.theirs, self.ours):
             tables.input_block_tables[group][row, column : column + len(values)] = written
@@ -347,11 +347,11 @@ class StablePair:
             tables.redirect_writes_to_null_block = is_on and self.profile != "0.25.1"
 
     def _do_read_rows(self) -> None:
-        """Somebody asks for the device's rows: from now on they are read whenever a commit is done."""
+        """Other code asks for the device's rows: from now on they are read whenever a commit is done."""
         self._compare_rows(self.ours.block_tables)
 
     def _do_layout(self) -> None:
-        """The memory was mapped anew: all rows are sent again, and the outputs are NULL and PAD until they are made."""
+        """The memory was mapped again: all rows are sent, and the outputs are NULL and PAD until they are made."""
         for tables in (self.theirs, self.ours):
             tables.init_block_table_layout_tensors()
         self._do_apply()
