@@ -225,7 +225,7 @@ def test_an_entry_behind_a_row_is_a_note_for_a_peer_and_wrong_for_a_backend() ->
         lane.tables = stale  # type: ignore[method-assign]
         if is_peer:
             assert check_steps(lane, inputs, is_peer=True) == [
-                "group 0: 1 entries behind filled columns are not NULL (R5)"
+                "group 0: 1 entries after filled columns are not NULL (R5)"
             ]
         else:
             with pytest.raises(WrongResult, match="column 63"):

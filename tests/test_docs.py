@@ -281,6 +281,17 @@ def test_integrating_runs_in_order() -> None:
     assert (names["indptr"].tolist(), names["last_page_lens"].tolist()) == ([0, 2, 2], [2, 0])
 
 
+FOREIGN = r"(?i)\b(behind|at once|somebody|anew|be had|is no slot|dummies|a dummy(?! run| step))\b"
+"""Words for which there are plainer ones: "after", "immediately" or "together", "someone", "again", "padding entry"."""
+OURS = [page for page in [*PAGES, *GENERATED.values()] if page.parent.name != "results"]  # those labels a run printed
+
+
+@pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_in_plain_words(page: Path) -> None:
+    text = runpy.run_path(str(page))["page"]() if page.suffix == ".py" else page.read_text()
+    assert not re.findall(FOREIGN, text)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_on_a_page_is_python(page: Path) -> None:
     for block in blocks(str(page.relative_to(ROOT)), "python"):

@@ -22,7 +22,7 @@ def check_steps(lane: Any, inputs: Inputs, *, is_peer: bool, steps: int = CHECKE
     Args:
         lane: opened with `inputs`, no step done yet.
         inputs: of the workload.
-        is_peer: filled columns and slots must agree, what lies behind a row is only reported.
+        is_peer: filled columns and slots must agree, what lies after a row is only reported.
         steps: how many.
 
     Returns:
@@ -85,5 +85,5 @@ def compare_tables(found: list[Any], expected: list[Any], *, is_peer: bool) -> l
                 f"{column}: it says {got[row, column]}, the numpy backend {right[row, column]}."
             )
         if differs.any():
-            notes.append(f"group {group}: {int(differs.sum())} entries behind filled columns are not NULL (R5)")
+            notes.append(f"group {group}: {int(differs.sum())} entries after filled columns are not NULL (R5)")
     return notes

@@ -107,7 +107,7 @@ class ExportLane:
             self.table.export(out.layout, idx_mapping, groups=out.groups, seq_lens=seq_lens, out=out)
 
     def arrays_of(self, sets: list[bt.ExportBuffers]) -> dict[str, Any]:
-        """Return every array of an export on the host, the groups one behind the other."""
+        """Return every array of an export on the host, the groups one after the other."""
         found: dict[str, Any] = {}
         for name in ("entries", "indptr", "last_page_lens", "lengths"):
             arrays = [getattr(out, name) for out in sets]

@@ -1,4 +1,4 @@
-"""The GPU's clock, through torch: events, captures, and a stream held busy while steps queue up behind it."""
+"""The GPU's clock, through torch: events, captures, and a stream held busy while steps queue up."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _encoded(figure: Any) -> str:
 
 
 def _step_plot(results: Results) -> str:
-    """Draw, for each workload, a bar for each lane: host time, and the time with a wait behind it."""
+    """Draw, for each workload, a bar for each lane: host time, and the time with a wait after it."""
     lanes = {name: lane["steps"] for name, lane in results["lanes"].items() if is_timed(lane) and lane.get("steps")}
     workloads = list(dict.fromkeys(workload for steps in lanes.values() for workload in steps))
     if not workloads:

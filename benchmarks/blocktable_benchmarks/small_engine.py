@@ -81,7 +81,7 @@ class Engine(Protocol):
 
 
 class ListEngine:
-    """Builds everything anew from lists.
+    """Builds everything again from lists.
 
     Args:
         make_tensor: takes a list.
@@ -152,7 +152,7 @@ class Decode:
         self.rewind()
 
     def rewind(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         self.sequences = make_sequences(*self.size)
         self.engine.begin(self.sequences)
 

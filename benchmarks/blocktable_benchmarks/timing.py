@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from blocktable_benchmarks.gpu import Gpu
 
 CALLS_PER_GRAPH = 20
-"""So that a replay's own cost on the host stays behind the GPU's work."""
+"""So that a replay's own cost on the host is hidden by the GPU's work."""
 
 QUEUE_ENTRIES = 800
 """Launches and copies that may be queued: a full queue (1,024) makes the host wait."""
@@ -28,7 +28,7 @@ CALM = 1.15
 """The processor is undisturbed where a fixed piece of work takes at most this times its best."""
 PATIENCE_SECONDS = 2.0
 WAIT_US = 5_000
-"""A step that takes longer than this behind a held stream has waited for it."""
+"""A step on a held stream that takes longer than this has waited for it."""
 
 
 class Subject(Protocol):
@@ -139,7 +139,7 @@ def waited_time(subject: Subject, steps: int) -> float:
 
 
 def gpu_step_time(gpu: Gpu, subject: Subject, steps: int, host_us: float, runs: int = 3) -> float | None:
-    """Return the GPU's own time of a step: events around steps that all queued up behind a held stream.
+    """Return the GPU's own time of a step: events around steps that all queued up on a held stream.
 
     None where the host waits for the device within these steps: then events would time the host.
     """
@@ -187,7 +187,7 @@ def graph_time(gpu: Gpu, call: Callable[[], object], runs: int = 7) -> float:
 
 
 def eager_time(gpu: Gpu, call: Callable[[], object], runs: int = 5) -> float:
-    """Return the GPU's time of a call that is longer than its launch: calls that queue up behind a held stream."""
+    """Return the GPU's time of a call that is longer than its launch: calls that queue up on a held stream."""
     return _events_time(gpu, call, 10, runs, hold=1000)
 
 

@@ -397,7 +397,7 @@ class Worker:
             measure_bulk(self.plan["name"], self._try, is_quick=self.is_quick)
 
     def _exports(self) -> None:
-        """Behind all other times: a profiler counts what exports launch."""
+        """After all other times: a profiler counts what exports launch."""
         if self._is_peer or "exports" not in bt.get_backend(self.plan["name"]).capabilities:
             return
         measure_exports(self.plan["name"], self.gpu, self._try, is_quick=self.is_quick)

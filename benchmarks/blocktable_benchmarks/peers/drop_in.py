@@ -1,4 +1,4 @@
-"""Our tables behind vLLM's calls: the drop-ins, driven exactly as vLLM's own tables are."""
+"""Our tables with vLLM's calls: the drop-ins, driven exactly as vLLM's own tables are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DropInLane(VllmV1Lane):
 
     @property
     def queued_steps(self) -> int:
-        """Steps that surely queue up behind a busy device without a wait."""
+        """Steps that surely queue up on a busy device without a wait."""
         from blocktable_vllm.memory import COMMITS_IN_FLIGHT  # imports torch
 
         return COMMITS_IN_FLIGHT - 2

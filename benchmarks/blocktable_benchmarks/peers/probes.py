@@ -20,8 +20,8 @@ SMALL = Workload(name="probe", num_reqs=4, max_model_len=1024, share=1 / 4, fill
 def probe(make_lane: Callable[[], Any], gpu: Gpu | None) -> list[dict[str, Any]]:
     """Return one finding for each case: its rule, what the contract says, and whether the peer does so."""
     cases: list[tuple[str, str, Callable[[Any], bool]]] = [
-        ("R13", "a token behind the row's last block gets PAD, not a slot of block 0", _token_beyond_the_row),
-        ("R5", "a row replaced by a shorter one leaves only NULL behind it in the batch table", _shorter_row),
+        ("R13", "a token after the row's last block gets PAD, not a slot of block 0", _token_beyond_the_row),
+        ("R5", "a row replaced by a shorter one leaves only NULL after it in the batch table", _shorter_row),
     ]
     if gpu is not None:
         cases += [
@@ -30,7 +30,7 @@ def probe(make_lane: Callable[[], Any], gpu: Gpu | None) -> list[dict[str, Any]]
                 "a change made after a step was called waits for the next one",
                 lambda lane: _late_change(lane, gpu),
             ),
-            ("R9.1", "four steps queued behind a busy device all arrive", lambda lane: _queued_steps(lane, gpu)),
+            ("R9.1", "four steps queued on a busy device all arrive", lambda lane: _queued_steps(lane, gpu)),
         ]
     return [{"rule": rule, "contract": contract, **_ask(make_lane, case)} for rule, contract, case in cases]
 
