@@ -74,7 +74,7 @@ class CheckRegions:
         caps: [num_rows] from here on. Row -> tokens that the mark under the number before falls to; -1: there is none.
         held: of each pool, entry of its first 32 blocks: bit b % 32 of entry b // 32 says that two hold block b.
         copies: of each pool, entry of its first block: block -> life of the row that it was last put into by
-            `replace_blocks` or `remap_blocks`, which may write it. 0: not kept: nobody asks who wrote a block last.
+            `replace_blocks` or `remap_blocks`, which may write it. 0: not kept: no kind needs the last writer.
         end: first entry after all of them.
         block_stamps: of each group, entry of the checker's memory: block -> life of the row that wrote it last. -1:
             not kept.

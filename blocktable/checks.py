@@ -20,7 +20,7 @@ COUNT_LIMIT = 2**31
 """More blocks than any row may hold."""
 
 TEXT = str | bytes | bytearray
-"""Sequences that are no lists of numbers."""
+"""Sequences that are not lists of numbers."""
 
 _NO_IDS: IntArray = np.empty(0, np.int32)
 
@@ -60,7 +60,7 @@ def refuse_mask(name: str, array: Any) -> None:
 
 
 def int_array(name: str, values: Any) -> IntArray:
-    """Return a host sequence of ints as a one-dimensional integer array, a copy that nobody else can change.
+    """Return a host sequence of ints as a one-dimensional integer array, a copy that no other code can change.
 
     Args:
         values: [n] integers. A numpy array of any integer dtype, a list, a tuple or a range.
@@ -200,7 +200,7 @@ def array_spec(name: str, array: Any) -> ArraySpec:
     """Describe a host or device array without moving it: numpy, torch, CuPy, Numba, `__cuda_array_interface__`, DLPack.
 
     Raises:
-        DtypeError: it is no array.
+        DtypeError: it is not an array.
     """
     if isinstance(array, np.ndarray):
         refuse_mask(name, array)

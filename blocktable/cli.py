@@ -48,7 +48,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a sentence that is no result."""
+    """Print a sentence that is not a result."""
     print(f"blocktable: {text}", file=sys.stderr)
 
 

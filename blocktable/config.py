@@ -487,7 +487,7 @@ class BlockTableConfig:
 
         Raises:
             ArgumentError: an id that the group cannot have.
-            ConfigError, DtypeError: there is no such group; `ids` are no ints on the host.
+            ConfigError, DtypeError: there is no such group; `ids` are not ints on the host.
 
         Rules: R2, R7.
         """

@@ -126,7 +126,7 @@ class ExportCalls(Inspection):
             BlockTableError: the first export into a set that belongs to one of buffers, or host arrays, on a capturing
                 stream.
             ArgumentError: the batch table is what was asked for, and it holds another batch; or the arrays are the
-                host's, and hold more entries than `capacity`, or first tokens that are no boundaries: those of device
+                host's, and hold more entries than `capacity`, or first tokens that are not boundaries: those of device
                 arrays are counted in `ExportBuffers.num_cut`.
             ArgumentError, ConfigError, DtypeError: a bad argument. Nothing was launched.
 

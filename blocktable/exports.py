@@ -460,7 +460,7 @@ def require_inputs(
 
 
 def check_first_tokens(config: BlockTableConfig, layout: Layout, groups: Sequence[int], batch: Batch) -> None:
-    """Refuse parts of rows where there are none, and host arrays of first tokens that are no boundaries (R34)."""
+    """Refuse parts of rows where there are none, and host arrays of first tokens that are not boundaries (R34)."""
     firsts = batch.first_tokens
     if firsts is None:
         return

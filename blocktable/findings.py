@@ -108,7 +108,7 @@ class Findings:
         """Keep and count findings that are not off; tell `on_finding` of them, or raise the first that must be raised.
 
         Raises:
-            CheckError: one has the severity "raise", and nobody listens.
+            CheckError: one has the severity "raise", and there is no `on_finding`.
         """
         first = None
         for finding in findings:

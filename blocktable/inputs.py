@@ -100,7 +100,7 @@ def _find_reader(library: type) -> Reader:
     """Choose how arrays of a type are read, and remember it.
 
     Raises:
-        TypeError: nobody knows.
+        TypeError: it is not known.
     """
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if library is type(None):

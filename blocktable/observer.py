@@ -1,4 +1,4 @@
-"""Observing a table: what is called, with which arguments, and how it ends. Costs nothing while nobody observes."""
+"""Observing a table: what is called, with which arguments, and how it ends. Costs nothing without an observer."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class ObservedCalls:
 
 
 def _binder(method: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None]:
-    """Return what gives parameter -> value of a call, or None where it is no call of this method, which then says so.
+    """Return what gives parameter -> value of a call; None: it is not a call of this method, which then says so.
 
     `inspect.Signature.bind` takes 4 microseconds for a step; this takes 1.
     """

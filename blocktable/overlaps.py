@@ -101,7 +101,7 @@ class OutputMemory:
     def to_look_at(self, arrays: Sequence[Array | None]) -> tuple[int, ...]:
         """Return the places of the numpy arrays of which `may_hold` may say yes, or another thing in another step.
 
-        What owns its memory, as its flags say, is no view of an output.
+        What owns its memory, as its flags say, is not a view of an output.
         """
         return tuple(
             place for place, array in enumerate(arrays) if isinstance(array, np.ndarray) and self._varies(array)

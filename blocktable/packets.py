@@ -68,7 +68,7 @@ def read_packet(config: BlockTableConfig, changes: Any) -> Packet:
     Raises:
         ChangesError: it is damaged, of another version, of a table of another geometry, or holds what no row of this
             table may hold.
-        DtypeError: these are no bytes.
+        DtypeError: these are not bytes.
     """
     try:
         data = memoryview(changes).cast("B")
@@ -77,7 +77,7 @@ def read_packet(config: BlockTableConfig, changes: Any) -> Packet:
             f"changes must be the bytes that pack_changes() returned, got {type(changes).__name__}."
         ) from None
     if bytes(data[: len(MAGIC)]) != MAGIC:
-        raise ChangesError(f"These {len(data)} bytes are no packet of pack_changes(), which begins with {MAGIC!r}.")
+        raise ChangesError(f"These {len(data)} bytes are not a packet of pack_changes(), which begins with {MAGIC!r}.")
     if len(data) < HEAD.size + CHECKSUM_SIZE:
         raise _damaged(len(data))
     _, version, flags, number, digest, fingerprint, num_groups, num_rows, num_ranges, num_values = HEAD.unpack_from(

@@ -35,7 +35,7 @@ class ChangeLog:
         self._config, self._rows = config, rows
         self._held: IntArray = self._empty()
         self._digest = 0
-        self._unsent: Journal | None = None  # None: nobody packs
+        self._unsent: Journal | None = None  # None: nothing was packed yet
         mirror = rows.mirror[: self._held.size]
         entries = np.flatnonzero(mirror != self._held)
         self._take(Difference(entries, self._held[entries], mirror[entries]))
@@ -87,7 +87,7 @@ class ChangeLog:
             raise ChangesError(
                 f"Packet {packet.number} does not fit what this table holds: with it the digest would be {after:016x}, "
                 f"and the sender's is {packet.digest:016x}. The tables differed before; here rows were changed by "
-                "something that is no packet of this sender. Nothing was changed; a packet of "
+                "something that is not a packet of this sender. Nothing was changed; a packet of "
                 "pack_changes(whole=True) replaces all rows."
             )
         return change.entries, change.new

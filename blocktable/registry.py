@@ -85,8 +85,8 @@ def check_backend(backend: Any) -> Backend:
     missing = [attribute for attribute in _REQUIRED if not hasattr(backend, attribute)]
     if missing:
         raise BlockTableError(
-            f"{backend!r} is no backend: it has no {', '.join(missing)}. Pass a name that `blocktable backends` lists, "
-            "or a backend object as docs/writing-a-backend.md describes it."
+            f"{backend!r} is not a backend: it has no {', '.join(missing)}. Pass a name that `blocktable backends` "
+            "lists, or a backend object as docs/writing-a-backend.md describes it."
         )
     if backend.protocol_version != PROTOCOL_VERSION:
         raise BlockTableError(

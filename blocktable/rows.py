@@ -530,7 +530,7 @@ class NumpyRows:
         """Note ranges, and write values [n] into their entries [n].
 
         All of it is made before: what is noted in vain does no harm. Then one call of numpy's stores counts and columns
-        of all groups. Its arrays need no conversion, so it asks for no memory and runs nobody's Python.
+        of all groups. Its arrays need no conversion, so it asks for no memory and runs no Python of others.
         """
         mirror, values = self.mirror, values.astype(np.int32, copy=False)
         self.journal.mark(offsets, lengths)

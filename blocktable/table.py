@@ -319,7 +319,7 @@ class BlockTable(RankCalls, ExportCalls):
         key = reading[0], lengths[:3], num_positions and num_positions > 1, sizes
         try:
             plan = views.plans.get(key)
-        except TypeError:  # sizes that are not hashable are no sizes
+        except TypeError:  # sizes that are not hashable are not sizes
             plan = None
         if plan is not None and plan.num_positions != num_positions:
             plan = self._resize_plan(plan, num_positions, num_tokens_padded, out)
@@ -397,7 +397,7 @@ class BlockTable(RankCalls, ExportCalls):
         addresses: tuple[int | None, ...],
         stream: Any,
     ) -> int | None:
-        """Commit, and do a step; return the handle of its stream. Its arguments are right, but for the padding."""
+        """Commit, and do a step; return the handle of its stream. Its arguments are right, except for the padding."""
         if addresses != plan.addresses:
             plan.refuse_outputs(views.memory, arrays, addresses)
         for place in plan.views:
@@ -619,7 +619,7 @@ class BlockTable(RankCalls, ExportCalls):
     def observe(self, observer: Observer) -> Observation:
         """Tell `observer` of every call that changes rows or writes outputs, until the result is closed.
 
-        A table that nobody observes pays nothing for it. Methods that were fetched before, such as
+        A table without an observer pays nothing for it. Methods that were fetched before, such as
         `step = table.step`, are not observed.
 
         Args:

@@ -70,7 +70,7 @@ class Views:
     held_commits: int = 0
 
     def keep_plan(self, key: Any, plan: StepPlan) -> None:
-        """Keep a plan in place of the oldest one. key: its first part is None for arrays whose form nobody can say."""
+        """Keep a plan in place of the oldest one. key: its first part is None for arrays whose form is not known."""
         if key[0] is None:
             return
         if len(self.plans) >= MAX_PLANS:
@@ -112,7 +112,7 @@ class BufferViews:
         return buffers
 
     def of(self, buffers: Any) -> Views:
-        """Return what is known of a set, and refuse what is no set of this table."""
+        """Return what is known of a set, and refuse what is not a set of this table."""
         try:
             return self._sets[buffers]
         except (KeyError, TypeError):  # what is not hashable, or takes no weak reference

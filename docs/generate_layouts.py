@@ -121,7 +121,7 @@ def vllm_0_25_1_width(num_blocks: int, block_size: int, kernel_block_size: int) 
 
 
 def vllm_widths() -> str:
-    """Return the cases in which vLLM 0.25.1's width is no multiple of 128 tokens, beside the right one."""
+    """Return the cases in which vLLM 0.25.1's width is not a multiple of 128 tokens, beside the right one."""
     lines = [
         "| allocation block | kernel block | blocks in a row | 0.25.1's columns | tokens | least right width |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""Arguments that are no ints, that another thread changes, or that no memory is left for (R6, R7, R17, R23)."""
+"""Arguments that are not ints, that another thread changes, or that no memory is left for (R6, R7, R17, R23)."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_truncated_packets_and_every_flipped_bit_are_refused() -> None:
     sender, receiver = pair()
     packet = next_packet(sender, 4)
     for size in range(len(packet)):
-        refuse(receiver, packet[:size], r"is damaged|no packet of pack_changes")
+        refuse(receiver, packet[:size], r"is damaged|not a packet of pack_changes")
     refuse(receiver, packet + b"\0", "is damaged")
     for bit in range(8 * len(packet)):
         flipped = bytearray(packet)

@@ -182,5 +182,5 @@ def test_a_table_takes_a_backend_object_or_class_and_checks_it() -> None:
     )
     assert bt.BlockTable(config, backend=bt.get_backend("numpy")).backend is bt.get_backend("numpy")
     assert bt.BlockTable(config, backend=type(bt.get_backend("numpy"))).backend.name == "numpy"  # type: ignore[arg-type]
-    with pytest.raises(bt.BlockTableError, match="is no backend"):
+    with pytest.raises(bt.BlockTableError, match="is not a backend"):
         bt.BlockTable(config, backend=object())  # type: ignore[arg-type]

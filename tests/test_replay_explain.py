@@ -157,7 +157,7 @@ def test_a_fork_whose_last_block_was_not_copied(tmp_path: Path) -> None:
         (["--row", "6"], "--row 6 is not there: the recorded table has 6 rows."),
         (["--row", "0", "--group", "1"], "--group 1 is not there: the recorded table has 1 groups."),
         (["--row", "5"], "Row 5 holds nothing up to step 4, where the calls end."),
-        (["--row", "-1"], "is no whole number"),
+        (["--row", "-1"], "is not a whole number"),
         (["--row", "0", "--json", "RECORDING"], "--json would replace the recording"),
     ],
 )

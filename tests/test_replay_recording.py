@@ -532,7 +532,7 @@ HEAD = b'{"format":"blocktable recording","version":3,"config":'
     [
         (b"\x89BTRACE\n" + bytes(20), "has version 1 or 2, this blocktable reads version 3"),
         (gzip.compress(b'{"format":"blocktable recording","version":99}\n'), "has version 99, this blocktable reads"),
-        (gzip.compress(b'{"format":"blocktable recording",\n'), "is no recording, or its head is damaged"),
+        (gzip.compress(b'{"format":"blocktable recording",\n'), "is not a recording, or its head is damaged"),
         (gzip.compress(HEAD + b"{}}\n"), "configuration cannot be used: 'groups'"),
         (gzip.compress(HEAD + b'{"groups":[{"block_size":"x"}],"context_parallel":{}}}\n'), "cannot be used"),
     ],

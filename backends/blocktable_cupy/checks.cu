@@ -23,8 +23,8 @@ struct Checks {
 
 static __device__ __forceinline__ bool wants(const Group& group, int kind) { return group.checks >> (kind - 1) & 1; }
 
-// Record a finding, unless this call has noted the like at `place` of the notes; g -1: it is no group's. The host trusts
-// a record that has its number.
+// Record a finding, unless this call has noted the like at `place` of the notes; g -1: it belongs to no group. The host
+// trusts a record that has its number.
 static __device__ void note(
     const Group& group, const int* arena, const Checks& checks, int64 place, int kind, int g, int row, int token,
     int64 position, int64 entry

@@ -62,7 +62,7 @@ static __device__ __forceinline__ int64 filled_columns(
   return row < 0 ? 0 : smaller(group.width, arena[(int64)g * max_num_rows + row]);
 }
 
-// What column `column` of a row holds: -1 where that is no block, and after what the row fills.
+// What column `column` of a row holds: -1 where that is not a block, and after what the row fills.
 static __device__ __forceinline__ int entry_of(
     const Group& group, const int* arena, int row, int64 filled, int64 column
 ) {

@@ -50,7 +50,7 @@ def wants(groups, group, kind):
 
 @device_function
 def note(groups, group, arena, checker, findings, place, kind, g, row, token, position, entry):
-    """Record a finding, unless this call has noted the like at `place` of the notes; g -1: it is no group's.
+    """Record a finding, unless this call has noted the like at `place` of the notes; g -1: it belongs to no group.
 
     The host trusts a record that has its number.
     """

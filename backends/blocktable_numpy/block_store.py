@@ -212,7 +212,7 @@ class NumpyBlockStore:
         """Return tokens of each request's part on this rank, and the column that it begins with (R27, R34).
 
         Args:
-            num_cut: [1] int32. First tokens that are no boundary are added.
+            num_cut: [1] int32. First tokens that are not a boundary are added.
         """
         lengths, firsts = (self._local(tokens, rows, group) for tokens in (batch.seq_lens, batch.first_tokens))
         tokens = group.tokens_per_column

@@ -59,7 +59,7 @@ def _wants(kinds, KIND: tl.constexpr):
 def _note(checks, note_ptr, step, kind, g, row, token, position, entry):
     """Record a finding of each lane whose kind is not 0, unless this call has noted the like at note_ptr.
 
-    All but step: [n]; g -1: it is no group's.
+    All but step: [n]; g -1: it belongs to no group.
     """
     checker_ptr, finding_ptr = checks
     is_found = kind > 0

@@ -106,7 +106,7 @@ def count_entries(
     unit: tl.int32,  # what an entry is
     counts: tl.int64,  # [2 * max_batch + 2] int32, written
     lengths: tl.int64,  # [max_batch] int32, written
-    num_cut: tl.int64,  # [1] int32, first tokens that are no boundary are added
+    num_cut: tl.int64,  # [1] int32, first tokens that are not a boundary are added
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Count what every batch row exports, and keep what it did before."""

@@ -53,7 +53,7 @@ The table at the top of the page for fewer requests and for 8 groups, then what 
   step 16 of 256 requests get a block, 2 of 32, or 1 of 8. vLLM's tables take lists, and one call for each request
   that grows.
 - Each spelling begins from the same rows, and its first steps are compared with the numpy backend's before it is
-  timed. What it is given is made before the clock starts, but for slices where the row says so.
+  timed. What it is given is made before the clock starts, except for slices where the row says so.
 - Captured: a graph of `gather` and `compute_slot_mappings` is replayed after each commit, which is not counted. The
   share is that of V1's whole step.
 - Where requests begin and end, 3 of 256 do in each step, 2 of 32 or 1 of 8; each begins with 250 blocks. In a serving

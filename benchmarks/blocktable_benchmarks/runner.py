@@ -88,7 +88,7 @@ class Results:
         self.write()
 
     def skip(self, lane: Lane, where: str, reason: str) -> None:
-        """Keep what was not run, which is no failure."""
+        """Keep what was not run, which is not a failure."""
         self.data["not_run"].append({"lane": lane.name, "where": where, "reason": reason})
         self.write()
 

@@ -92,9 +92,9 @@ def host_time(
 ) -> float:
     """Return the time until a step returns: per run a mean over `steps` steps from an idle device, then the median.
 
-    Runs beside which the processor was slow do not count while there is patience (seconds) to wait for better ones; the
-    same for every lane. `pace.last` then says what those that counted had. `untimed` returns the seconds that all steps
-    so far have spent on what does not count.
+    Runs during which the processor was slow are repeated for up to `patience` seconds, the same for every lane.
+    `pace.last` then says what pace the runs had that count. `untimed` returns the seconds that all steps so far have
+    spent on what does not count.
     """
     samples: list[tuple[float, float]] = []
     deadline = time.perf_counter() + patience

@@ -72,7 +72,7 @@ class Workload:
 
     @property
     def num_appended(self) -> int:
-        """Requests that get a block in one step; at least one, but for a share of 0."""
+        """Requests that get a block in one step; at least one, except with a share of 0."""
         return max(1, round(self.num_reqs * self.share)) if self.share else 0
 
     @property

@@ -310,7 +310,7 @@ class DeviceChecker:
         if self._is_told and type(starts) is np.ndarray:
             is_on_host = type(batch.positions) is np.ndarray
             call = StartsCheck(starts, batch.num_positions, num_tokens_padded, is_on_host)
-            # Kernels look at each request's; without requests there is nobody else to look.
+            # Kernels look at each request's; without requests nothing else looks.
             is_wrong = starts[0] != 0 or starts[-1] > batch.num_positions or bool((starts[1:] < starts[:-1]).any())
             is_seen = batch.num_reqs > 0 and is_wrong
             found = [

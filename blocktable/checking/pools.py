@@ -40,7 +40,7 @@ class Pool:
         self.is_dense: bool = limit <= DENSE_BLOCKS
         size = limit if self.is_dense else 1 << PAGE_BITS
         self._pages: IntArray = np.zeros(1 if self.is_dense else (limit >> PAGE_BITS) + 1, np.int32)
-        self._num_pages = 1  # the first one is nobody's: ids that were never held are found there
+        self._num_pages = 1  # the first one belongs to no block: ids that were never held are found there
         self.counts: IntArray = np.zeros(size, np.int32)
         self.cells: IntArray = np.zeros(size, np.int64)
         self.since: IntArray = np.zeros(size, np.int64)
@@ -74,7 +74,7 @@ class Pool:
         self.since[index] = step
 
     def release(self, ids: IntArray, cells: IntArray) -> None:
-        """Note that cells let go of blocks; ids may repeat. ids, cells: [n] integers."""
+        """Note that cells released blocks; ids may repeat. ids, cells: [n] integers."""
         index = self.index(ids)
         np.subtract.at(self.counts, index, 1)
         np.subtract.at(self.cells, index, cells)

@@ -26,7 +26,7 @@ class GroupFinder:
         lives: whose rows are.
 
     Attributes:
-        is_lenient: whether a row may list a block that it has let go of: then who wrote last decides.
+        is_lenient: whether a row may list a block that it has released: then who wrote last decides.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class GraphKernel(Kernel, Protocol):
 class Driver(Protocol):
     """One device. Streams are handles: ints. Nothing here decides anything that the contract says.
 
-    The layer makes the device the current one before it calls, but for `current`, `is_current`, `stream`,
+    The layer makes the device the current one before it calls, except `current`, `is_current`, `stream`,
     `is_capturing` and `address`, which find any.
 
     Attributes:

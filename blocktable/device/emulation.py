@@ -1,7 +1,7 @@
 """A device on the host: its memory, and streams whose captures behave as CUDA's, for kernels that run emulated.
 
-What a backend's emulation is made of: it adds how its kernels run. Work is done when its call returns, but for captured
-work, which runs at each replay.
+What a backend's emulation is made of: it adds how its kernels run. Work is done when its call returns, except for
+captured work, which runs at each replay.
 """
 
 from __future__ import annotations

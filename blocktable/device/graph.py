@@ -77,7 +77,7 @@ class NativeKernel:
         self.num_extra: int = kernel.num_extra
         self._arguments = KernelArguments(signature_of(kernel.name).layout, num_extra=kernel.num_extra)
         self._launch = native_launch()
-        self._kernel = kernel  # whoever loaded it unloads what nobody holds
+        self._kernel = kernel  # whoever loaded it unloads what is not held
 
     def __call__(self, grid: Grid, arguments: Sequence[int], stream: int) -> None:
         """Launch it. A launch copies its arguments."""
@@ -98,7 +98,7 @@ class _Node:
 
         # Those that the compiler has added stay 0.
         self.arguments = KernelArguments(signature_of(kernel.name).layout, num_extra=kernel.num_extra)
-        self._kernel = kernel  # whoever loaded it unloads what nobody holds
+        self._kernel = kernel  # whoever loaded it unloads what is not held
         self.grid: Grid = (1, 1)
         self.launch: Launch | None = None  # the last one that it was set to
         params = driver.CUDA_KERNEL_NODE_PARAMS()

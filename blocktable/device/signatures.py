@@ -147,7 +147,7 @@ FUSED_KERNELS = (
     ),
     Signature("apply_changes_by_value", f"changes changes, {_APPLY_TAIL}"),
 )
-"""What a backend may have besides: gather and slots in one kernel, and changes in a launch's own parameters."""
+"""What a backend may have in addition: gather and slots in one kernel, and changes in a launch's own parameters."""
 
 CHECK_KERNELS = (
     Signature(
@@ -238,7 +238,7 @@ class KernelOptions:
         features: what the table's groups need: a launch of a few microseconds is half instruction fetches, so what no
             group needs is left out. HAS_SHARDS (a group is sharded over context-parallel ranks), HAS_MODES (a
             slot_mode is not "linear"), HAS_NULL_PADS (a null_is_pad is set, as without a null block), HAS_WINDOWS (a
-            gather cuts a window out of a group), HAS_ODD_SIZES (a tokens_per_column is no power of two),
+            gather cuts a window out of a group), HAS_ODD_SIZES (a tokens_per_column is not a power of two),
             HAS_LARGE_POSITIONS (a position that has a slot may not fit 32 bits); OVERLAPS (a fused step's kernel may
             start before the one before it has ended, and waits for that itself); CHECKED (it looks for the engine's
             mistakes).

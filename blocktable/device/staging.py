@@ -54,7 +54,7 @@ class StepMarks:
         block: [>= 2 entries]; its memory holds the number.
 
     Attributes:
-        address: of that memory, for the kernel; where it shares none with the host, of a copy at which nobody looks.
+        address: of that memory, for the kernel; where it shares none with the host, of a copy that is not looked at.
         shown: [1] int64. The host's view of it.
         last: number of the last step that needed one; counted from 1.
     """

@@ -120,7 +120,7 @@ def check_slots(
         dtype: of the slots.
         group: the group.
         shape: of the group.
-        rules: what a wrong slot breaks besides the rule that gave it.
+        rules: what a wrong slot breaks in addition to the rule that gave it.
     """
     __tracebackhide__ = True
     values = np.array([slot.value for slot in expected], np.int64)

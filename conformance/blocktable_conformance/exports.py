@@ -181,7 +181,7 @@ class ExportPair:
 
         Args:
             idx_mapping, seq_lens, num_computed_tokens, first_tokens, query_start_loc: the batch.
-            rules: what a wrong entry breaks besides its part of R25 and the rule of the kind.
+            rules: what a wrong entry breaks in addition to its part of R25 and the rule of the kind.
         """
         oracle = self._oracle(idx_mapping, seq_lens, num_computed_tokens, first_tokens, query_start_loc)
         expected = self._expected_of(oracle)

@@ -32,7 +32,7 @@ from blocktable_conformance.subject import Subject
 FORMATS = (1, 2, 3, 4)
 """Versions of the file format that this suite reads.
 
-2 has the call `export` besides, 3 `slots` and row edits, 4 exports of parts and requests, positions and metadata.
+2 has the call `export` too, 3 `slots` and row edits, 4 exports of parts and requests, positions and metadata.
 """
 
 FOLDER = Path(__file__).parent / "vectors"

@@ -401,7 +401,7 @@ def refusals() -> list[Scenario]:
     return [
         Scenario("calls", "R6, R7", "Wrong calls change nothing", small(b16, block(8, num_blocks=10)),
                  [set_row(0, [1, 2], [3]), *(operation for wrong in wrong_rows for operation in (wrong, LOOK))]),
-        Scenario("G4", "R1", "48 is no multiple of 32", small(block(48, kernel_block_size=32)), raises=config),
+        Scenario("G4", "R1", "48 is not a multiple of 32", small(block(48, kernel_block_size=32)), raises=config),
         Scenario("G4-zero", "R1", "A kernel block of no tokens", small(block(16, kernel_block_size=0)), raises=config),
         Scenario("G4-none", "R1", "A block of no tokens", small(block(0), max_model_len=64),
                  raises=config),

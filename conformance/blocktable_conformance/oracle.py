@@ -279,7 +279,7 @@ class OracleTable:
             group[dst] = list(group[src])
 
     def permute_rows(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Make every `dst[i]` what `src[i]` was before the call; a source that is no destination becomes empty."""
+        """Make every `dst[i]` what `src[i]` was before the call; a source that is not a destination becomes empty."""
         self._check_rows(src)
         self._check_rows(dst)
         if len(src) != len(dst):

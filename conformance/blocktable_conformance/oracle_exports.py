@@ -25,7 +25,7 @@ class Exported:
         indptr: [max_batch + 1].
         last_page_lens: [max_batch].
         lengths: [max_batch].
-        num_cut: entries that the capacity leaves out, and first tokens that are no boundary.
+        num_cut: entries that the capacity leaves out, and first tokens that are not a boundary.
     """
 
     entries: list[Any]

@@ -236,7 +236,7 @@ class Pair:
         """Check the whole host state.
 
         Args:
-            rules: what a wrong entry breaks besides R4 and R2.
+            rules: what a wrong entry breaks in addition to R4 and R2.
         """
         filled = [[len(self.oracle.columns(g, x)) for x in range(self.oracle.num_rows)] for g in self._groups()]
         for group, table in enumerate(self.host_tables()):
@@ -284,7 +284,7 @@ class Pair:
         Args:
             idx_mapping, num_reqs_padded, num_reqs, num_computed_tokens: the batch.
             outputs: the set.
-            rules: what a wrong entry breaks besides the rules of its batch row.
+            rules: what a wrong entry breaks in addition to the rules of its batch row.
         """
         returned = self.table.gather(
             self._int32(idx_mapping),
@@ -418,7 +418,7 @@ class Pair:
 
         Args:
             index: the set.
-            rules: what a wrong entry breaks besides the rule that gave it, such as R17 in a set that nothing wrote.
+            rules: what a wrong entry breaks in addition to the rule that gave it: R17 in a set that nothing wrote.
         """
         outputs = self.outputs[index]
         check(outputs.current_addresses() == outputs.addresses, "R17", "a buffer moved: addresses never change.")
@@ -528,7 +528,7 @@ class Pair:
         self.outputs[outputs].rules = self._rules_of_rows(mapping, num_reqs_padded)
         for group in self._groups():
             own = self._is_own_rows(group, idx_mapping, num_computed_tokens)
-            # The buffer is not what the caller gets then, and what it holds is nobody's concern.
+            # The buffer is not what the caller gets then, and what it holds does not matter.
             self.outputs[outputs].tables[group] = None if own else tables[group]
             held = [counts[group][row] if 0 <= row < self.oracle.num_rows else 0 for row in mapping]
             self.outputs[outputs].filled[group] = held + [0] * (self.config.max_num_reqs - num_reqs)

@@ -22,7 +22,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 ODD_ROWS = [-1, -7, INT32_MIN, INT32_MAX]
-"""Entries of an idx_mapping that are no row of any table."""
+"""Entries of an idx_mapping that are not a row of any table."""
 
 ODD_POSITIONS = [-1, -2, -(2**40), INT64_MIN, 2**31, 2**32 + 1, 2**40, INT64_MAX]
 """Positions that have no slot in a linear group."""
@@ -164,7 +164,7 @@ def mappings(draw: Draw, oracle: OracleTable, group: int) -> tuple[Any, Any]:
 
 @st.composite
 def replacements(draw: Draw, oracle: OracleTable, group: int, rows: Sequence[int]) -> tuple[Any, ...]:
-    """Draw (rows, group, starts, block_ids, counts) of a bulk replacement: inside the rows but for one in eight."""
+    """Draw (rows, group, starts, block_ids, counts) of a bulk replacement: inside the rows, except for one in eight."""
     held, shape = [len(oracle.rows[group][row]) for row in rows], oracle.shapes[group]
     starts = [min(pair) for pair in zip(_spread(draw, len(rows), 4), held, strict=True)]
     room = [number - start for number, start in zip(held, starts, strict=True)]
@@ -214,7 +214,7 @@ def bulk_calls(
 
 
 def _fitting(draw: Draw, room: list[int], fit: bool) -> list[int]:
-    """Return how many blocks each row gets: no more than there is room for, but for one time in eight."""
+    """Return how many blocks each row gets: no more than there is room for, except one time in eight."""
     counts = _spread(draw, len(room), max(room, default=0) + 2)
     over = not fit and _rarely(draw, 8)
     return counts if over else [min(pair) for pair in zip(counts, room, strict=True)]

@@ -41,7 +41,7 @@ def test_positions_far_past_every_row_are_pad(subject_once: Subject) -> None:
 
 
 def test_sizes_above_the_buffer_are_refused_before_any_launch(subject: Subject) -> None:
-    """More tokens than the buffer holds, positions or padding, raise; a shorter view is no answer.
+    """More tokens than the buffer holds, positions or padding, raise; a shorter view is not an answer.
 
     Cases: B2. Rules: R15.
     """

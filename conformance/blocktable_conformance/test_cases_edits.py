@@ -137,7 +137,7 @@ def test_a_replacement_outside_the_row_is_refused_whole(subject_once: Subject) -
 
 
 def test_a_hole_is_filled_and_made_by_a_replacement(subject_once: Subject) -> None:
-    """A block that a window let go comes back; where the group takes NULL, a replacement may also leave a hole.
+    """A block that a window released comes back; where the group takes NULL, a replacement may also leave a hole.
 
     Cases: E2. Rules: R4, R7.
     """
@@ -153,7 +153,7 @@ def test_a_hole_is_filled_and_made_by_a_replacement(subject_once: Subject) -> No
 
 @pytest.mark.parametrize("null", [-1, 0, 3])
 def test_holes_have_the_id_of_the_groups_null_block(subject_once: Subject, null: int) -> None:
-    """With null block -1, 0 or 3 a hole is that id, is not common and is no old id; every other id is real, 0 too.
+    """With null block -1, 0 or 3 a hole is that id, is not common and is not an old id; every other id is real, 0 too.
 
     Cases: E2. Rules: R4, R5, R7.
     """
@@ -188,7 +188,7 @@ def test_copies_read_every_source_first(subject_once: Subject) -> None:
 
 
 def test_a_copied_source_stays(subject_once: Subject) -> None:
-    """A source that is no destination keeps its blocks, also when it is copied onto itself or an empty row is copied.
+    """A source that is not a destination keeps its blocks, also if it is copied onto itself or an empty row is copied.
 
     Cases: E3. Rules: R4, R5.
     """
@@ -426,7 +426,7 @@ def _bounds(table: BlockTable, before: list[Any], held: Any) -> tuple[set[int], 
 def test_no_edit_sends_a_block_that_stood_there(
     subject_once: Subject, data: st.DataObject, config: BlockTableConfig
 ) -> None:
-    """After any one edit a commit sends the entries that changed, and besides only columns that rows gave up.
+    """After any one edit a commit sends the entries that changed, and apart from them only columns that rows gave up.
 
     Rules: R4, R5, R9.7, R9.8.
     """

@@ -226,7 +226,7 @@ def test_fewer_positions_than_query_start_loc_says(subject_once: Subject) -> Non
 
 
 def test_more_positions_than_query_start_loc_says(subject_once: Subject) -> None:
-    """Positions after the last request, as in a padded buffer, are no tokens.
+    """Positions after the last request, as in a padded buffer, are not tokens.
 
     Cases: P13. Rules: R15.
     """

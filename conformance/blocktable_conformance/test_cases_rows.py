@@ -256,7 +256,7 @@ def test_rows_of_one_call_are_distinct(subject_once: Subject) -> None:
 
 
 def test_a_permutation_reads_every_source_first(subject_once: Subject) -> None:
-    """Rows [1], [2], [3] sent round give [3], [1], [2]; a source that is no destination becomes empty.
+    """Rows [1], [2], [3] sent round give [3], [1], [2]; a source that is not a destination becomes empty.
 
     Cases: T13. Rules: R4.
     """

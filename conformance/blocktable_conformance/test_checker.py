@@ -320,7 +320,7 @@ def test_three_rows_hold_a_block(subject: Subject) -> None:
 
 
 def test_in_a_window_a_block_comes_back_to_another_row(subject: Subject) -> None:
-    """Row 0 still lists block 5, which its window has let go: row 1 begins it, and may; a fork may not.
+    """Row 0 still lists block 5, which its window has passed: row 1 begins it, and may; a fork may not.
 
     Rules: R40.
     """

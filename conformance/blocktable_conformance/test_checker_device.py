@@ -96,7 +96,7 @@ def fork(subject: Subject, table: BlockTable) -> None:
 
 
 def come_back_in_a_window(subject: Subject, table: BlockTable) -> None:
-    """Row 0 still lists block 5, which its window has let go: row 1 begins it, and may. Block 7 row 0 still writes."""
+    """Row 0 still lists block 5, which its window has passed: row 1 begins it, and may. Block 7 row 0 still writes."""
     write(subject, table, 0, 0, 10)
     table.set_row(1, [5])
     write(subject, table, 1, 0, 2)

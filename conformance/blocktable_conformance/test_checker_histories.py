@@ -50,7 +50,7 @@ class Request:
     Attributes:
         length: tokens written.
         own_from: positions from here on lie in blocks of its own, in every group.
-        blocks: manager ids for each group; None: the block has been let go of.
+        blocks: manager ids for each group; None: the block was released.
     """
 
     length: int = 0

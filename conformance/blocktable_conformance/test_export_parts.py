@@ -144,7 +144,7 @@ def test_first_tokens_that_are_no_boundary(subject_once: Subject) -> None:
 
 
 def test_more_cuts_than_31_bits(subject_once: Subject) -> None:
-    """A count of cuts that is full stays full when first tokens that are no boundary come to it.
+    """A count of cuts that is full stays full when first tokens that are not a boundary come to it.
 
     Rules: R27, R34.
     """

@@ -228,7 +228,7 @@ class ModelRunner:
             for j in range(batch.max_query_len):
                 is_live, token = starts + j < ends, (starts + j).clamp(max=len(decay) - 1)
                 state = torch.where(is_live[:, None], decay[token] * state + update[token], state)
-                # Requests that have no such token write to block 0, which is nobody's.
+                # Requests that have no such token write to block 0, which belongs to none.
                 cache[torch.where(is_live, blocks[:, j % blocks.shape[1]], bt.NULL_BLOCK_ID)] = state
                 states.append(state)
             nth = torch.arange(len(decay), device=decay.device) - starts[batch.requests]

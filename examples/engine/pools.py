@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from blocktable import NULL_BLOCK_ID
 
 Blocks = list[list[int]]
-"""Block ids of a request or a prefix, one list for each group; `NULL_BLOCK_ID` where a window has let go."""
+"""Block ids of a request or a prefix, one list for each group; `NULL_BLOCK_ID` where a window has passed."""
 
 
 class BlockPool:
@@ -53,7 +53,7 @@ class PrefixCache:
         return 0, [[] for _ in self.pools]
 
     def evict(self, group: int) -> bool:
-        """Let go of the prefix not used for longest that alone holds a block of the group; False: there is none."""
+        """Release the prefix not used for longest that alone holds a block of the group; False: there is none."""
         holders = self.pools[group].num_holders
         for prefix, blocks in self.entries.items():
             if any(holders[block] == 1 for block in blocks[group]):

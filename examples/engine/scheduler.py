@@ -207,7 +207,7 @@ class Scheduler:
             self.stop(request)
 
     def advance(self, request: Request, count: int) -> None:
-        """Count tokens as computed; let go of what the window has left; keep a prefix that others may share."""
+        """Count tokens as computed; release what the window has passed; keep a prefix that others may share."""
         request.num_computed += count
         request.state_column = (count - 1) % self.num_states
         ids = request.blocks[WINDOW]

@@ -69,7 +69,7 @@ cdef bint _is_plain(values) noexcept:
 
 
 cdef bint _is_nested(values):
-    """Whether it is a list or a tuple whose first item is no int."""
+    """Whether it is a list or a tuple whose first item is not an int."""
     if not _is_plain(values) or len(values) == 0:
         return False
     first = _item(values, 0)

@@ -183,7 +183,7 @@ def _number(kind: Callable[[str], float], is_right: Callable[[float], bool], wha
         except ValueError:
             number = math.nan
         if not is_right(number):
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}")
         return number
 
     return parse

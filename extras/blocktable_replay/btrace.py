@@ -51,7 +51,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
 """Call -> its parameters, in their order."""
 
 ENDINGS = ("raised", "digest", "end")
-"""What a line that is no call has: how the call before it ended, or that the recording does."""
+"""What a line that is not a call has: how the call before it ended, or that the recording does."""
 
 DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 NAMES = {np.dtype(name).str: name for name in DTYPES}
@@ -61,7 +61,7 @@ RUNS_FROM = 64
 """Arrays this long are tried as runs of consecutive numbers: positions of a prefill are one."""
 
 NUMBERS_UP_TO = 16
-"""Longer arrays are written in base64: numbers that nobody will read take four times the time."""
+"""Longer arrays are written in base64: numbers that no one will read take four times the time."""
 
 MAX_LINE = 1 << 24
 """Characters of a line, and entries of its arrays together: a damaged file must not fill the memory."""
@@ -99,7 +99,7 @@ def call_line(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def ending_line(name: str, value: Any) -> str:
-    """Return a line that is no call; `name` is one of `ENDINGS`."""
+    """Return a line that is not a call; `name` is one of `ENDINGS`."""
     return f'{{"{name}":{json.dumps(value)}}}\n'
 
 
@@ -153,7 +153,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     """Return what a line says: a call with its arguments in the order of its parameters, or one of `ENDINGS`.
 
     Raises:
-        TornError: it is no line of a recording.
+        TornError: it is not a line of a recording.
     """
     if len(line) > MAX_LINE:
         raise TornError(f"the line is longer than {MAX_LINE} characters")
@@ -204,7 +204,7 @@ def _value(data: Any, room: list[int]) -> Any:
         for dtype in DTYPES:
             if dtype in data:
                 return _array(data, dtype, room)
-    raise TornError(f"{_short(data)} is no argument")
+    raise TornError(f"{_short(data)} is not an argument")
 
 
 def _array(data: dict[str, Any], dtype: str, room: list[int]) -> IntArray:
@@ -217,7 +217,7 @@ def _array(data: dict[str, Any], dtype: str, room: list[int]) -> IntArray:
             raise TornError(f"an array of {entries.size} entries cannot have the shape {_short(shape)}")
         return entries.reshape(shape)
     if len(data) != 1:
-        raise TornError(f"{_short(data)} is no array")
+        raise TornError(f"{_short(data)} is not an array")
     return entries
 
 

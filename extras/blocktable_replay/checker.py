@@ -57,7 +57,7 @@ def expected_slots(
     """Return what a group's slot buffer must hold after `compute_slot_mappings`.
 
     Args:
-        blocks: [n, capacity] int32. Manager ids of each line of the record; `record.NULLED` for one given up.
+        blocks: [n, capacity] int32. Manager ids of each line of the record; `record.NULLED` for one released.
         counts: [n] int64. Manager blocks of each line.
         handles: [num_reqs] integers. Batch index -> line of the record; outside of it: a padding entry.
         query_start_loc: [num_reqs + 1] int32, not decreasing.
@@ -96,7 +96,7 @@ def expected_slots(
     is_written &= index < num_tokens
     place = np.where(is_written, index // geometry.block_size, 0)
     block = blocks[line, place].astype(np.int64)
-    # A block stands whole, kernel block after kernel block; of a null, handed in or given up, each is the filler.
+    # A block stands whole, kernel block after kernel block; of a null, handed in or released, each is the filler.
     is_null = (block < 0) | (block == geometry.null_block_id)
     slot = np.where(
         is_null,
@@ -147,7 +147,7 @@ def expected_block_table(
 
 
 def _expand(blocks: IntArray, geometry: KVCacheGroup, columns: IntArray) -> None:
-    """Write the kernel blocks of manager blocks; of a null, handed in or given up, each is the filler (R2, R5, R7)."""
+    """Write the kernel blocks of manager blocks; of a null, handed in or released, each is the filler (R2, R5, R7)."""
     expansion = geometry.blocks_per_kv_block
     kernel_blocks = blocks[:, None] * np.int32(expansion) + np.arange(expansion, dtype=np.int32)
     kernel_blocks[(blocks < 0) | (blocks == geometry.null_block_id)] = geometry.filler

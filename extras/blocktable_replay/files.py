@@ -25,7 +25,7 @@ def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file, unpacked where it is compressed; the file is closed at the end.
 
     Raises:
-        TraceError: it cannot be read, is torn, or is no text.
+        TraceError: it cannot be read, is torn, or is not text.
     """
     number = 0
     torn: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)

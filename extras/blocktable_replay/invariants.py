@@ -37,7 +37,7 @@ def broken_by_slots(
             broken.append(f"group {group}, token {token}: slot {written[token]} is beyond the cache's last block")
             tokens, blocks = tokens[inside], blocks[inside]
         for is_wrong, what in (
-            (blocks == geometry.null_block_id, "is in the NULL block, which nobody may write"),
+            (blocks == geometry.null_block_id, "is in the NULL block, which must not be written"),
             (pool.owners[blocks] != writers[tokens], "is in a block that another request owns, or none"),
             (pool.references[blocks] > 1, "is in a block that several requests share"),
         ):

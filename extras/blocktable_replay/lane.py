@@ -71,7 +71,7 @@ class Lane:
         host_us: microseconds of host time of each step: row operations, commit, gather and slots.
         bytes_sent: bytes that each step's commit sent.
         slot_digest: of all slots so far, the same for every order of the requests in a batch.
-        output_digest: of all outputs so far, bit for bit; empty where nobody asked for it.
+        output_digest: of all outputs so far, bit for bit; empty where it was not asked for.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from blocktable import NULL_BLOCK_ID, PAD_SLOT_ID, BlockTableConfig, ConfigError
 RowStyle = Literal["stable", "dense"]
 
 DEFAULT_CACHE_TOKENS = 524_288
-"""Tokens that each group's cache holds where nobody says `num_blocks`: 64 GiB at 128 KiB a token."""
+"""Tokens that each group's cache holds where `num_blocks` is not given: 64 GiB at 128 KiB a token."""
 
 
 @dataclass(frozen=True, kw_only=True)

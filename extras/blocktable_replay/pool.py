@@ -13,7 +13,7 @@ NO_OWNER = -1
 
 
 class BlockPool:
-    """The blocks of one group but for its null block, which never goes out.
+    """The blocks of one group except its null block, which is never given out.
 
     A freed block keeps its key until it is given out again, so that a later request with the same prefix can have it.
     The free blocks stand in a queue in the order they were freed; one taken from the middle leaves a stale entry there.
@@ -27,7 +27,7 @@ class BlockPool:
         references: [num_blocks] int32. Live requests that hold the block.
         owners: [num_blocks] int64. The one request that may write the block, by its uid.
         num_usable: blocks that may go out.
-        num_free: of these, blocks that nobody holds.
+        num_free: of these, blocks that no request holds.
     """
 
     def __init__(self, num_blocks: int, num_keys: int = 0, null_block_id: int = NULL_BLOCK_ID) -> None:
@@ -105,7 +105,7 @@ class BlockPool:
         return self._cached[keys]
 
     def num_unheld(self, blocks: IntArray) -> int:
-        """Return how many of these blocks nobody holds: sharing them takes as many from `num_free`."""
+        """Return how many of these blocks no request holds: sharing them takes as many from `num_free`."""
         return int(np.count_nonzero((self.references[blocks] == 0) & (blocks != NULLED)))
 
     def remember(self, keys: IntArray, blocks: IntArray) -> None:

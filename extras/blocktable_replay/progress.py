@@ -15,7 +15,7 @@ class Progress:
     """A line on stderr every ten seconds.
 
     Args:
-        total: how many will be done at the end. None: nobody knows.
+        total: how many will be done at the end. None: not known.
         unit: of what.
     """
 

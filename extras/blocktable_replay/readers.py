@@ -100,7 +100,7 @@ def _numbered(source: str, lines: Iterator[str]) -> Iterator[tuple[int, str]]:
         if text:
             yield number, text
         elif (num_blank := num_blank + 1) > MAX_BLANK_LINES:
-            raise TraceError(f"{source}:{number}: more than {MAX_BLANK_LINES} lines are blank; this is no trace.")
+            raise TraceError(f"{source}:{number}: more than {MAX_BLANK_LINES} lines are blank; this is not a trace.")
 
 
 def _recognise(source: str, number: int, text: str, notes: list[str]) -> tuple[str, Callable[[str], Request]]:
@@ -133,7 +133,7 @@ def _fields(text: str) -> list[str]:
     try:
         return next(csv.reader([text], strict=True), [])
     except csv.Error as error:
-        raise _WrongLineError(f"{_shown(text)} is no line of a CSV file: {error}") from None
+        raise _WrongLineError(f"{_shown(text)} is not a line of a CSV file: {error}") from None
 
 
 def _csv_parser(
@@ -167,7 +167,7 @@ def _azure_time(stamp: str) -> float:
         moment = datetime.fromisoformat(whole + zone)
         seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
-        raise _WrongLineError(f"TIMESTAMP {_shown(stamp)} is no time such as 2023-11-16 18:17:03.9799600") from None
+        raise _WrongLineError(f"TIMESTAMP {_shown(stamp)} is not a time such as 2023-11-16 18:17:03.9799600") from None
     return seconds * 1000.0 + float(f"0.{digits or 0}") * 1000.0
 
 
@@ -214,10 +214,10 @@ def _finite(name: str, value: Any) -> float:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise _WrongLineError(f"{name} {_shown(str(value))} is no number") from None
+        raise _WrongLineError(f"{name} {_shown(str(value))} is not a number") from None
     # Milliseconds beyond 2**53 have no place on a float64 clock.
     if not math.isfinite(number) or not 0 <= number < 2**43:
-        raise _WrongLineError(f"{name} {_shown(str(value))} is no time: it must be a number from 0 to 2**43")
+        raise _WrongLineError(f"{name} {_shown(str(value))} is not a time: it must be a number from 0 to 2**43")
     return number
 
 
@@ -225,10 +225,10 @@ def _length(name: str, value: Any, minimum: int) -> int:
     if isinstance(value, str):
         digits = value[1:] if value[:1] in {"+", "-"} else value
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 20):
-            raise _WrongLineError(f"{name} {_shown(value)} is no whole number")
+            raise _WrongLineError(f"{name} {_shown(value)} is not a whole number")
         value = int(value)
     if type(value) is not int:
-        raise _WrongLineError(f"{name} {_shown(str(value))} is no whole number")
+        raise _WrongLineError(f"{name} {_shown(str(value))} is not a whole number")
     if not minimum <= value <= MAX_NUM_TOKENS:
         raise _WrongLineError(f"{name} {_shown(str(value))} is not from {minimum} to {MAX_NUM_TOKENS}")
     return value

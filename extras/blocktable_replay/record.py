@@ -71,12 +71,12 @@ class BlockRecord:
         blocks[is_found] = new_ids[places[is_found]]
 
     def held(self, group: int, handle: int) -> IntArray:
-        """Return a handle's blocks, NULL and given up ones left out, [n] int32."""
+        """Return a handle's blocks, without NULL and released ones, [n] int32."""
         blocks = self.blocks[group][handle, : self.counts[group, handle]]
         held: IntArray = blocks[(blocks >= 0) & (blocks != self._nulls[group])]
         return held
 
     def holders(self, group: int, handles: IntArray, num_blocks: int = 0) -> IntArray:
-        """[at least num_blocks] int64. How many of the handles hold each block; NULL is nobody's."""
+        """[at least num_blocks] int64. How many of the handles hold each block; NULL belongs to none."""
         held = [self.held(group, handle) for handle in handles.tolist()]
         return np.bincount(np.concatenate([np.empty(0, np.int32), *held]), minlength=num_blocks)

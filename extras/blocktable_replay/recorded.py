@@ -70,7 +70,7 @@ class Recording:
             iteration.
 
     Raises:
-        RecordingError: the file cannot be read, is no recording, or one of another version.
+        RecordingError: the file cannot be read, is not a recording, or one of another version.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -116,8 +116,8 @@ class Recording:
             header = None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise RecordingError(
-                f"{self.path}: the file is no recording, or its head is damaged: its first line must be a JSON object "
-                f'whose "format" is "{FORMAT}".'
+                f"{self.path}: the file is not a recording, or its head is damaged: its first line must be a JSON "
+                f'object whose "format" is "{FORMAT}".'
             )
         if header.get("version") != VERSION:
             raise RecordingError(

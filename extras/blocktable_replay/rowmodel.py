@@ -64,7 +64,7 @@ class RowModel:
         self._changed[:] = False
 
     def holders(self) -> list[IntArray]:
-        """Return for each group [n] int64: how many rows hold each block that any holds; NULL is nobody's."""
+        """Return for each group [n] int64: how many rows hold each block that any holds; NULL belongs to none."""
         record = self.committed
         rows = [np.flatnonzero(counts).tolist() for counts in record.counts]
         held = ([record.held(group, row) for row in each] for group, each in enumerate(rows))
@@ -138,7 +138,7 @@ class RowModel:
 
 
 def _counts(ids: IntArray) -> IntArray:
-    """[n] int64. How often each of the ids stands there; ids of a damaged file are no sizes of an array."""
+    """[n] int64. How often each of the ids stands there; ids of a damaged file are not sizes of an array."""
     if ids.max(initial=0) < MAX_COUNTED:
         counts = np.bincount(ids)
         return counts[counts > 0]

@@ -120,7 +120,7 @@ class Scheduler:
         return every > 0 and self.counters.steps % every == 0
 
     def _receive(self) -> None:
-        """Let requests in whose time has come; where nobody is there, the clock jumps to the next one."""
+        """Let requests in whose time has come; with no request there, the clock jumps to the next one."""
         arrivals = self._trace.arrivals
         if self._next_arrival >= arrivals.size:
             return
@@ -300,7 +300,7 @@ class Scheduler:
         self._operations += operations
 
     def _write_rows(self, operation: str, handles: IntArray, kept: IntArray) -> None:
-        """Write what rows hold after `kept` [num_groups, n] blocks; one given up is the table's own null."""
+        """Write what rows hold after `kept` [num_groups, n] blocks; a released one is the table's own null."""
         if not handles.size:
             return
         counts = self.record.counts[:, handles] - kept
@@ -406,7 +406,7 @@ class Scheduler:
         self.counters.rollbacks += handles.size
 
     def _evict(self, handles: IntArray) -> None:
-        """Give blocks up that no token of a request's window lies in any more."""
+        """Release the blocks that no token of a request's window lies in any more."""
         for group, window in enumerate(self._windows):
             if window is None:
                 continue

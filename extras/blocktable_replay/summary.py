@@ -159,7 +159,7 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def side_by_side(summary: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """Return what differs between backends: a label, and a value for each; rows that nobody filled are left out."""
+    """Return what differs between backends: a label, and a value for each; rows without a value are left out."""
     lanes = summary["backends"]
     rows = [("backend", [lane["name"] for lane in lanes])]
     return rows + [

@@ -154,7 +154,7 @@ class DeviceMemory:
         self.device = device
         place = None if device.type == "cpu" else device
         num_slots = sizes.max_num_batched_tokens
-        with torch.inference_mode(False):  # else nobody could write to the tensors in another mode
+        with torch.inference_mode(False):  # else the tensors could not be written in another mode
             self.store: Any = backend.create_block_store(self.config, place)
             self._mapper: Any = backend.create_slot_mapper(self.store)
             self.tables: list[Any] = [self._tensor(self.store.table(group)) for group in range(len(groups))]

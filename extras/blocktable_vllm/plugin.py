@@ -107,7 +107,7 @@ def _is_ours(found: Any) -> bool:
 
 def _replace(old: Any, new: Any) -> None:
     """Put `new` where loaded modules of vLLM, its plugins too, name `old`."""
-    modules: list[Any] = list(sys.modules.values())  # some are no modules, or None
+    modules: list[Any] = list(sys.modules.values())  # some are not modules, or None
     for module in modules:
         if isinstance(module, ModuleType) and "vllm" in module.__name__:
             for name, value in list(vars(module).items()):

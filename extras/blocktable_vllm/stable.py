@@ -21,7 +21,7 @@ class StableRows:
     """The rows of all groups on the host and on the device, one set of outputs, and one launch for each call.
 
     A commit may wait for the gather that follows it, and is launched with it: where that pair has been seen before, and
-    nobody was given the device's rows. Whatever else comes first launches the commit alone.
+    no other code was given the device's rows. Whatever else comes first launches the commit alone.
 
     Args:
         config: the geometry.
@@ -44,7 +44,7 @@ class StableRows:
         self._backend: Any = choose_backend(backend, device)
         self._rows: HostPath = make_rows(config)
         place, groups = None if device.type == "cpu" else device, range(len(config.groups))
-        with torch.inference_mode(False):  # otherwise nobody could write to the tensors in another mode
+        with torch.inference_mode(False):  # otherwise the tensors could not be written in another mode
             self._store: Any = self._backend.create_block_store(config, place)
             self._mapper: Any = self._backend.create_slot_mapper(self._store)
             self._buffers: StepBuffers = self._store.create_buffers()

@@ -30,7 +30,7 @@ class State:
         pin_memory: whether the host's memory is pinned.
 
     Attributes:
-        has_own_rows: whether rows are still where this made them: nobody has put other arrays there.
+        has_own_rows: whether rows are still where this made them: no other arrays were put there.
         has_own_slots: whether slots are, and every group has the geometry that it was made with.
         device, host: the memory.
         num_bytes_sent: bytes of all commits so far.

@@ -78,7 +78,7 @@ class TrackedState(State):
         self._lender: Any = store if hasattr(store, "lend") else None
         self._marks: list[tuple[int, int]] = []
         self._last_marked = -1  # the largest row with a change in the journal
-        # Rows below hold the same on the host and on the device, but for what the journal says.
+        # Rows below hold the same on the host and on the device, except for what the journal says.
         self._trusted = [0] * self._num_groups
         # Columns of a row from there on are NULL on the host, unless its count is larger.
         self._highest = np.zeros((self._num_groups, self._num_rows), np.int32)
@@ -426,7 +426,7 @@ class TrackedState(State):
             self._marks.clear()
 
     def _trust(self, n: int) -> None:
-        """Track again where nobody holds the rows any more."""
+        """Track again where no other code holds the rows any more."""
         if self._is_held() or not self._are_counts_sane():
             self._trusted = [0] * self._num_groups
             self._counts_before = None

@@ -230,7 +230,7 @@ class StableTables:
             out: [>= num_reqs_padded, max_num_blocks] int32 for each group. None: `input_block_tables`.
             out_ptrs: not looked at: `out` says where it is.
             num_computed_tokens: [max_num_reqs] int32. Row -> tokens before this step: in groups with a window, columns
-                that lie wholly before its reach come out NULL.
+                that lie wholly before its reach are NULL.
         """
         rows = self.__rows__
         if rows is None:
@@ -285,7 +285,7 @@ class StableTables:
 
 
 def _expand(block_ids: Any, k: int) -> Any:
-    """Return the columns of blocks; what is no list of ints as it is, for the rows to refuse.
+    """Return the columns of blocks; what is not a list of ints as it is, for the rows to refuse.
 
     Block 0 becomes the columns 0 .. k - 1, as in vLLM, not the core's filler.
     """
@@ -364,7 +364,7 @@ class Tables0320(StableTables):
         sliding_window_reach: list[int] | None,
     ) -> list[Group]:
         number = len(self.block_sizes)
-        if sliding_window_reach is None or self.cp_size > 1:  # a column is no run of tokens there
+        if sliding_window_reach is None or self.cp_size > 1:  # a column is not a run of tokens there
             sliding_window_reach = [0] * number
         lists: tuple[list[Any], ...] = (
             max_num_blocks_per_group,

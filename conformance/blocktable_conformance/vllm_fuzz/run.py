@@ -16,7 +16,7 @@ from blocktable_conformance.vllm_fuzz.pair import Pair
 from blocktable_conformance.vllm_fuzz.stable_pair import StablePair
 
 MANY_CALLS = 20000
-"""A run of so many calls must meet every difference that it lists: one that is never met is no known fault."""
+"""A run of so many calls must meet every difference that it lists: one that is never met is not a known fault."""
 
 
 class Plan(NamedTuple):
