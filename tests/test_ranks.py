@@ -239,7 +239,7 @@ def test_truncated_packets_and_every_flipped_bit_are_refused() -> None:
     for bit in range(8 * len(packet)):
         flipped = bytearray(packet)
         flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(bt.ChangesError, match=r"damaged|no packet of|version"):
+        with pytest.raises(bt.ChangesError, match=r"damaged|not a packet of|version"):
             receiver.apply_changes(flipped)
     receiver.apply_changes(packet)
     assert_equal(sender, receiver)
