@@ -39,7 +39,7 @@ class Profile:
             max_examples=examples,
             stateful_step_count=self.machine_steps,
             deadline=None,  # an emulated launch may take a tenth of a second, the first one seconds
-            database=None,  # a suite leaves nothing in the caller's folder
+            database=None,  # a suite leaves nothing behind in the caller's folder
             # A red run of the small profile is the same run on every machine.
             derandomize=self.name == "small",
             print_blob=True,
