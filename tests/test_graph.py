@@ -158,14 +158,14 @@ def test_only_what_has_changed_is_set_anew(install: Any) -> None:
     first, second = GraphKernel(), GraphKernel("step_batch")
     launches = [launch(first), launch(second)]
     graph = StepGraph(launches)
-    graph.run(launches, 7)
+    graph.run(launches[0], launches[1:], 7)
     driver.updates.clear()
-    graph.run(launches, 7)
+    graph.run(launches[0], launches[1:], 7)
     assert (driver.updates, driver.launches) == ([], 2)
     other = GraphKernel("apply_changes_240")
-    graph.run([launch(other, 1, 3), launches[1]], 7)
+    graph.run(launch(other, 1, 3), launches[1:], 7)
     assert driver.updates == [(0, other.function, 3)]
-    graph.run([launches[0], launch(second, 5)], 7)
+    graph.run(launches[0], [launch(second, 5)], 7)
     assert driver.updates[1:] == [(0, first.function, 1), (1, second.function, 1)]
 
 

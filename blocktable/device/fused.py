@@ -167,13 +167,13 @@ class FusedStep:
             run(prepared.launches, stream)
             return None
         if block is None:
-            prepared.graph.run([self._no_changes, *prepared.launches], stream)
+            prepared.graph.run(self._no_changes, prepared.launches, stream)
             return None
         driver = self._driver
         apply, mark = self._launches.apply_changes(block, used, self._apply_memory, self._numbers)
         if not driver.is_mapped and mark is not None:
             driver.send(block, used, stream)
-        prepared.graph.run([apply, *prepared.launches], stream, is_refilled=mark is None)
+        prepared.graph.run(apply, prepared.launches, stream, is_refilled=mark is None)
         if mark is None or (self._numbers is not None and driver.is_mapped):
             block.mark = mark
             return mark

@@ -129,6 +129,7 @@ class StepGraph:
         self._graph = _checked(driver.cuGraphCreate(0))
         overlaps = overlaps and _can_overlap(driver)
         self._present: list[Launch | None] = [None] * len(launches)
+        self._rest: Sequence[Launch] = ()  # the last ones, all of them set
         self._nodes: list[dict[Any, _Node]] = [{} for _ in launches]
         self._handles: list[Any] = []
         for nodes, (kernel, grid, arguments) in zip(self._nodes, launches, strict=True):
@@ -151,16 +152,19 @@ class StepGraph:
         add = getattr(self._driver, "cuGraphAddDependencies_v2", self._driver.cuGraphAddDependencies)
         _checked(add(self._graph, [before], [after], [edge], 1))
 
-    def run(self, launches: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
+    def run(self, first: Launch, rest: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
         """Launch the graph on a stream, after what is queued there; returns immediately.
 
         A launch that is the same object as last time is left as it is; launches in flight keep their parameters.
 
         Args:
-            launches: as many as it was made of.
+            first, rest: as many as it was made of. A sequence that is the same object as last time holds the same.
             stream: to launch on.
             is_refilled: whether the structure that the first one takes by value holds something else by now.
         """
+        launches: Sequence[Launch] = (first,)
+        if rest is not self._rest:
+            launches, self._rest = (first, *rest), ()  # until all of them are set
         present = self._present
         for index, launch in enumerate(launches):
             if launch is not present[index] or is_refilled:
@@ -178,6 +182,7 @@ class StepGraph:
                 if error:
                     raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
                 present[index] = launch
+        self._rest = rest
         error = self._launch(self._exec_address, stream)
         if error:
             raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
@@ -195,9 +200,9 @@ class DirectLaunches:
     def __init__(self, launches: Sequence[Launch], *, overlaps: bool = False) -> None:
         """Nothing has to be prepared."""
 
-    def run(self, launches: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
+    def run(self, first: Launch, rest: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
         """Run them, one after another."""
-        for kernel, grid, arguments in launches:
+        for kernel, grid, arguments in (first, *rest):
             kernel(grid, arguments, stream)
 
 
@@ -205,10 +210,11 @@ class DirectLaunches:
 def native_calls() -> tuple[Callable[..., int], Callable[..., int]]:
     """Return the driver's cuGraphExecKernelNodeSetParams and cuGraphLaunch, which every step calls.
 
-    Through ctypes: the package's own functions make an enum in Python for each result.
+    Through ctypes: the package's own functions make an enum in Python for each result. The first never waits, and keeps
+    the GIL; the second may, where a thousand launches are queued.
     """
-    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    set_params, launch = library.cuGraphExecKernelNodeSetParams_v2, library.cuGraphLaunch
+    name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    set_params, launch = ctypes.PyDLL(name).cuGraphExecKernelNodeSetParams_v2, ctypes.CDLL(name).cuGraphLaunch
     set_params.argtypes, launch.argtypes = [ctypes.c_void_p] * 3, [ctypes.c_void_p] * 2
     return set_params, launch
 
