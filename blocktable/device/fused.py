@@ -131,9 +131,12 @@ class FusedStep:
         """Return the graph of a commit and as many launches; another one made it where these are as many."""
         length = 1 + len(made)
         if length not in self._graphs:
-            graph = DirectLaunches if self._driver.is_emulated else StepGraph
             overlaps = self._driver.overlaps and self._launches.has_step_batch
-            self._graphs[length] = graph([self._no_changes, *made], overlaps=overlaps)
+            self._graphs[length] = (
+                DirectLaunches()
+                if self._driver.is_emulated
+                else StepGraph([self._no_changes, *made], overlaps=overlaps).launcher()
+            )
         return self._graphs[length]
 
     def plain_launches(self, batch: Batch, addresses: dict[str, int], part: Part = "step") -> list[Launch]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from blocktable.device.signatures import Grid, Launch, signature_of
+from blocktable.host_path import compiled_part
 
 FIRST_DRIVER_WITH_OVERLAPS = 12030
 """CUDA 12.3, as the driver says it."""
@@ -32,6 +33,7 @@ class KernelArguments:
 
     Attributes:
         pointers: address of an array that holds the address of each argument, as cuLaunchKernel takes it.
+        set: writes all of them; one that does not fit its type raises struct.error.
     """
 
     def __init__(self, layout: str, *, num_extra: int = 0) -> None:
@@ -39,19 +41,21 @@ class KernelArguments:
         packed = layout.removeprefix("S")
         self._present: Sequence[int] = ()
         self._pack = struct.Struct("@" + packed).pack_into
-        packed += "Q" * num_extra
-        memory: Any = np.zeros(struct.calcsize("@" + packed), np.uint8)
+        padded = packed + "Q" * num_extra
+        memory: Any = np.zeros(struct.calcsize("@" + padded), np.uint8)
         self._memory = memoryview(memory)
         start: int = memory.ctypes.data
         places = [
-            start + struct.calcsize("@" + packed[: index + 1]) - struct.calcsize("@" + kind)
-            for index, kind in enumerate(packed)
+            start + struct.calcsize("@" + padded[: index + 1]) - struct.calcsize("@" + kind)
+            for index, kind in enumerate(padded)
         ]
         self._pointers = np.array([0] * self._has_structure + places, np.uint64)
         self.pointers: int = self._pointers.ctypes.data
+        writer = compiled_part("arguments")
+        written = [self.pointers] * self._has_structure + places[: len(packed)]
+        self.set: Callable[[Sequence[int]], None] = self._set if writer is None else writer(layout, written).set
 
-    def set(self, values: Sequence[int]) -> None:
-        """Write all of them; one that does not fit its type raises struct.error."""
+    def _set(self, values: Sequence[int]) -> None:
         if self._has_structure:
             self._pointers[0], rest = values[0], values[1:]
             if rest != self._present:  # they hardly ever change
@@ -168,24 +172,41 @@ class StepGraph:
         present = self._present
         for index, launch in enumerate(launches):
             if launch is not present[index] or is_refilled:
-                kernel, grid, arguments = launch
-                node = self._nodes[index].get(kernel)
-                if node is None:
-                    node = self._nodes[index][kernel] = _Node(kernel)
-                if launch is not node.launch:
-                    node.arguments.set(arguments)
-                    if grid != node.grid:
-                        node.params.gridDimX, node.params.gridDimY = node.grid = grid
-                    node.launch = launch
                 is_refilled = False
+                node = self.node(index, launch)
                 error = self._set_params(self._exec_address, self._node_addresses[index], node.params_address)
                 if error:
-                    raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
+                    self.refuse(error)
                 present[index] = launch
         self._rest = rest
         error = self._launch(self._exec_address, stream)
         if error:
-            raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
+            self.refuse(error)
+
+    def node(self, index: int, launch: Launch) -> _Node:
+        """Return what the node of a place becomes, its parameters and arguments set to a launch."""
+        kernel, grid, arguments = launch
+        node = self._nodes[index].get(kernel)
+        if node is None:
+            node = self._nodes[index][kernel] = _Node(kernel)
+        if launch is not node.launch:
+            node.arguments.set(arguments)
+            if grid != node.grid:
+                node.params.gridDimX, node.params.gridDimY = node.grid = grid
+            node.launch = launch
+        return node
+
+    def refuse(self, error: int) -> None:
+        """Raise for what the driver has returned."""
+        raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
+
+    def launcher(self) -> Any:
+        """Return what runs it: a compiled one, where the host path is; it holds this graph."""
+        launcher = compiled_part("graph")
+        if launcher is None:
+            return self
+        calls = [ctypes.cast(call, ctypes.c_void_p).value for call in (self._set_params, self._launch)]
+        return launcher(self, *calls, self._exec_address, self._node_addresses)
 
     def __del__(self) -> None:
         driver = getattr(self, "_driver", None)
@@ -197,9 +218,6 @@ class StepGraph:
 class DirectLaunches:
     """Runs the launches of a step as they are: in an emulation."""
 
-    def __init__(self, launches: Sequence[Launch], *, overlaps: bool = False) -> None:
-        """Nothing has to be prepared."""
-
     def run(self, first: Launch, rest: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
         """Run them, one after another."""
         for kernel, grid, arguments in (first, *rest):
@@ -207,7 +225,7 @@ class DirectLaunches:
 
 
 @cache
-def native_calls() -> tuple[Callable[..., int], Callable[..., int]]:
+def native_calls() -> tuple[Any, Any]:
     """Return the driver's cuGraphExecKernelNodeSetParams and cuGraphLaunch, which every step calls.
 
     Through ctypes: the package's own functions make an enum in Python for each result. The first never waits, and keeps
