@@ -239,7 +239,7 @@ def rows_maker() -> Callable[[BlockTableConfig], HostPath]:
         BackendUnavailableError: "compiled" is asked for and cannot be imported.
         ConfigError: the variable has another value.
     """
-    return _compiled("rows") or NumpyRows
+    return compiled_part("rows") or NumpyRows
 
 
 def compiled_step() -> Callable[..., Any] | None:
@@ -248,7 +248,7 @@ def compiled_step() -> Callable[..., Any] | None:
     Raises:
         BackendUnavailableError, ConfigError: as `rows_maker`.
     """
-    found: Callable[..., Any] | None = _compiled("step")
+    found: Callable[..., Any] | None = compiled_part("step")
     return found
 
 
@@ -288,7 +288,15 @@ def host_path_description() -> str:
     return f"numpy ({_load('rows')[1] or f'{HOST_PATH_VARIABLE}=numpy'})"
 
 
-def _compiled(name: str) -> Any:
+def compiled_part(name: str) -> Any:
+    """Return a part of the compiled host path; None where the host path is numpy.
+
+    Args:
+        name: its entry point.
+
+    Raises:
+        BackendUnavailableError, ConfigError: as `rows_maker`.
+    """
     choice = os.environ.get(HOST_PATH_VARIABLE, "auto")
     if choice not in HOST_PATHS:
         raise ConfigError(f"{HOST_PATH_VARIABLE} must be one of {', '.join(HOST_PATHS)}; got {choice!r}.")

@@ -319,7 +319,7 @@ class BlockTable(RankCalls, ExportCalls):
         key = reading[0], lengths[:3], num_positions and num_positions > 1, sizes
         try:
             plan = views.plans.get(key)
-        except TypeError:  # sizes that are not hashable are not sizes
+        except TypeError:  # sizes that are not hashable are no sizes
             plan = None
         if plan is not None and plan.num_positions != num_positions:
             plan = self._resize_plan(plan, num_positions, num_tokens_padded, out)

@@ -625,6 +625,13 @@ def test_changes_by_value_are_refused_where_no_kernel_takes_them(monkeypatch: py
 # Arguments and grids.
 
 
+@pytest.fixture(params=["numpy", "auto"])
+def host_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack arguments on each host path."""
+    monkeypatch.setenv("BLOCKTABLE_HOST_PATH", request.param)
+
+
+@pytest.mark.usefixtures("host_path")
 def test_arguments_are_packed_where_a_launch_looks_for_them() -> None:
     arguments = KernelArguments("iQqi")
     arguments.set((-1, 2**64 - 1, -(2**63), 7))
@@ -636,6 +643,7 @@ def test_arguments_are_packed_where_a_launch_looks_for_them() -> None:
     assert [place % ctypes.alignment(kind) for kind, place in zip(kinds, places, strict=True)] == [0, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("host_path")
 def test_a_structure_is_pointed_at_where_it_lies() -> None:
     arguments = KernelArguments("Si")
     arguments.set((4096, 7))
@@ -644,8 +652,9 @@ def test_a_structure_is_pointed_at_where_it_lies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "value"), [("i", 2**31), ("i", -(2**31) - 1), ("q", 2**63), ("Q", 2**64), ("Q", -1)]
+    ("layout", "value"), [("i", 2**31), ("i", -(2**31) - 1), ("q", 2**63), ("Q", 2**64), ("Q", -1), ("i", None)]
 )
+@pytest.mark.usefixtures("host_path")
 def test_an_argument_that_does_not_fit_is_refused(layout: str, value: int) -> None:
     with pytest.raises(struct.error):
         KernelArguments(layout).set((value,))

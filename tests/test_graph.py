@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import _thread
+import ctypes
 import sys
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -38,7 +40,7 @@ class Driver(ModuleType):
         self.status = 0
         self.launches = 0
         self.CUDA_KERNEL_NODE_PARAMS = Params
-        self.CUfunction = int
+        self.CUfunction = self.CUresult = int
         self.CUgraphEdgeData = SimpleNamespace
         self.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
         self.CUgraphDependencyType = SimpleNamespace(CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC=1)
@@ -79,14 +81,14 @@ class Driver(ModuleType):
     def cuGraphDestroy(self, graph: str) -> Any:
         return (0,)
 
-    def set_params(self, graph: int, node: int, address: int) -> int:
-        params = Params.made[address]
-        self.updates.append((node, params.func, params.gridDimX))
+    def set_params(self, graph: int, node: int | None, address: int | None) -> int:
+        params = Params.made[address or 0]  # 0 comes as None
+        self.updates.append((node or 0, params.func, params.gridDimX))
         return 0
 
     def launch(self, graph: int, stream: int) -> int:
         self.launches += 1
-        return 0
+        return self.status
 
     def launch_kernel(self, function: int, *sizes: Any) -> int:
         self.kernels.append((function, *sizes))
@@ -126,7 +128,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         modules = {"cuda": ModuleType("cuda"), "cuda.bindings": bindings, "cuda.bindings.driver": driver}
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(blocktable.device.graph, "native_calls", lambda: (driver.set_params, driver.launch))
+        # As the driver's own: functions with an address.
+        calls = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * number)(call)
+            for call, number in ((driver.set_params, 3), (driver.launch, 2))
+        ]
+        monkeypatch.setattr(blocktable.device.graph, "native_calls", lambda: calls)
         monkeypatch.setattr(blocktable.device.graph, "native_launch", lambda: driver.launch_kernel)
         return driver
 
@@ -152,21 +159,36 @@ def test_kernels_overlap_only_where_gpu_and_driver_can(
         assert (driver.befores, driver.edges) == ([[], [0], [1]], [])
 
 
-def test_only_what_has_changed_is_set_anew(install: Any) -> None:
+@pytest.fixture(params=["numpy", "compiled"])
+def host_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test on each host path."""
+    monkeypatch.setenv("BLOCKTABLE_HOST_PATH", request.param)
+    if request.param == "compiled" and find_spec("blocktable_compiled.launching") is None:
+        pytest.skip("the host path is not compiled here")
+    return str(request.param)
+
+
+def test_only_what_has_changed_is_set_anew(install: Any, host_path: str) -> None:
     """A launch is set where it is another object; a node may change its kernel and grid. Rules: R21."""
     driver = install(Driver(13000, 9))
     first, second = GraphKernel(), GraphKernel("step_batch")
     launches = [launch(first), launch(second)]
-    graph = StepGraph(launches)
-    graph.run(launches, 7)
+    graph = StepGraph(launches).launcher()
+    assert type(graph).__name__ == {"numpy": "StepGraph", "compiled": "GraphLauncher"}[host_path]
+    graph.run(launches[0], launches[1:], 7)
     driver.updates.clear()
-    graph.run(launches, 7)
+    graph.run(launches[0], launches[1:], 7)
     assert (driver.updates, driver.launches) == ([], 2)
+    graph.run(launches[0], launches[1:], 7, is_refilled=True)
+    assert driver.updates.pop() == (0, first.function, 1)
     other = GraphKernel("apply_changes_240")
-    graph.run([launch(other, 1, 3), launches[1]], 7)
+    graph.run(launch(other, 1, 3), launches[1:], 7)
     assert driver.updates == [(0, other.function, 3)]
-    graph.run([launches[0], launch(second, 5)], 7)
+    graph.run(launches[0], [launch(second, 5)], 7)
     assert driver.updates[1:] == [(0, first.function, 1), (1, second.function, 1)]
+    driver.status = 700
+    with pytest.raises(RuntimeError, match="CUDA driver: 700"):
+        graph.run(launches[0], launches[1:], 7)
 
 
 def test_a_native_launch_says_all_of_it(install: Any) -> None:

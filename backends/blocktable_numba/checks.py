@@ -31,15 +31,9 @@ from blocktable_numba.common import (
 )
 
 # Kinds of findings, counted from 1.
-(
-    MISSING_BLOCK,
-    UNSET_ROW,
-    SHARED_BLOCK_WRITTEN,
-    SLOT_WRITTEN_TWICE,
-    POSITION_GAP,
-    BAD_STARTS,
-    NULL_WRITTEN,
-) = range(1, 1 + len(DEVICE_KINDS))
+MISSING_BLOCK, UNSET_ROW, SHARED_BLOCK_WRITTEN, SLOT_WRITTEN_TWICE, POSITION_GAP, BAD_STARTS, NULL_WRITTEN = range(
+    1, 1 + len(DEVICE_KINDS)
+)
 
 
 @device_function
@@ -143,11 +137,9 @@ def check_token(
     if kind > 0 and wants(groups, group, kind):
         is_unset = kind == UNSET_ROW
         place = NOTES * notes + (kind if is_row else 0)
-        shown_entry = entry if is_inside else np.int64(-1)
+        block = entry if is_inside else np.int64(-1)
         shown_group, noting = (-1, 0) if is_unset else (g, group)
-        note(
-            groups, noting, arena, checker, findings, place, kind, shown_group, row, token, position, shown_entry
-        )  # fmt: skip
+        note(groups, noting, arena, checker, findings, place, kind, shown_group, row, token, position, block)
     if is_inside and not is_null and groups[group + SLOT_STAMPS] >= 0:
         call = checker[0]
         if atomic_exchange(checker, groups[group + SLOT_STAMPS] + slot, call) == call:
@@ -216,14 +208,8 @@ def check_requests(
     idx_mapping,  # [num_reqs] int32, batch index -> row
     query_start_loc,  # [num_reqs + 1] int32, first token of each request
     positions,  # [num_positions] int64, token -> its index in its request
-    num_reqs,
-    num_positions,
-    max_num_rows,
-    groups,  # [num_groups, NUM_FIELDS] int64
-    arena,  # [arena.size] int32
-    checker,  # [checker_size] int32, written
-    findings,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
-):
+    num_reqs, num_positions, max_num_rows, groups, arena, checker, findings,
+):  # fmt: skip
     """Begin a call that maps slots: give it a number, and look at its requests."""
     # step 1: give the call a number
     if cuda.grid(1) == 0:

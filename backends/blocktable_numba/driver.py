@@ -376,8 +376,10 @@ class SimulatedDriver(EmulatedDriver):
     variants = VARIANTS
 
     def __init__(self, device: Any = None) -> None:
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
         super().__init__(device)
-        self._memory = SimulatedMemory()
+        self._memory, self._array = SimulatedMemory(), FakeCUDAArray
 
     def address(self, array: Any) -> int:
         address = super().address(array)
@@ -403,8 +405,10 @@ class SimulatedDriver(EmulatedDriver):
                 self._memory.entries(value, element) if is_array else (value, None)
                 for (element, is_array), value in zip(kinds, launch, strict=True)
             ]
+            # The simulator's own kind of array: a numpy array would be copied at each launch.
+            given = [self._array(value) if isinstance(value, np.ndarray) else value for value, _ in found]
             with _simulator_lock:
-                kernel[grid, (SIMULATED_TILE,)](*(_fake(value) for value, _ in found))
+                kernel[grid, (SIMULATED_TILE,)](*given)
 
     def _split(self, arguments: Sequence[int], options: KernelOptions) -> list[tuple[int, ...]]:
         """Return map_slots as one launch, or one for each group where these have arrays of their own.
@@ -420,10 +424,3 @@ class SimulatedDriver(EmulatedDriver):
             (*head, first_group + y, 1, arena, slots + y * distance, 0, num_slots, guess, checker, findings)
             for y in range(num_groups)
         ]
-
-
-def _fake(value: Any) -> Any:
-    """Return the simulator's own kind of array: a numpy array would be copied at each launch."""
-    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
-
-    return FakeCUDAArray(value) if isinstance(value, np.ndarray) else value

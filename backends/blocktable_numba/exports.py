@@ -2,7 +2,7 @@
 
 All but the last two begin with the same arguments: the batch, and the groups that are exported together ("members"),
 which share one geometry. counts is [2 * max_batch + 2] int32: entries of each batch row; those of the call before; all;
-all of the call before.
+all of the call before. Shapes that no line gives are those of kernels.py; members is [num_members] int32, groups.
 """
 
 from __future__ import annotations
@@ -100,19 +100,13 @@ def count_entries(
     num_computed_tokens,  # [num_reqs] int32, batch index -> tokens
     seq_lens,  # [num_reqs] int32, batch index -> tokens
     first_tokens,  # [num_reqs] int32, batch index -> token of its row that its part begins with
-    num_reqs,
-    max_batch,
-    max_num_rows,
-    groups,  # [num_groups, NUM_FIELDS] int64
-    members,  # [num_members] int32, groups
-    num_members,
-    arena,  # [arena.size] int32
+    num_reqs, max_batch, max_num_rows, groups, members, num_members, arena,
     width,  # columns that a row may export
     unit,  # 0, COUNT_BLOCKS, COUNT_TOKENS or COUNT_RING
     counts,  # [2 * max_batch + 2] int32, written
     lengths,  # [max_batch] int32, written
     num_cut,  # [1] int32, parts that begin inside a column are added
-):
+):  # fmt: skip
     """Count what every batch row exports, and keep what it did before."""
     group = members[0] * NUM_FIELDS
     tokens = groups[group + TOKENS_PER_COLUMN]
@@ -149,10 +143,9 @@ def count_entries(
 
 @cuda.jit
 def start_requests(
-    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
-    num_members, arena,  # as above
-    unit,  # COUNT_BLOCKS or COUNT_TOKENS
-    capacity,  # entries of a member's indices
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups,
+    members, num_members, arena,  # as above
+    unit, capacity,  # COUNT_BLOCKS or COUNT_TOKENS; entries of a member's indices
     lengths,  # [max_batch] int32
     counts,  # [2 * max_batch + 2] int32, the last two written
     indptr,  # [max_batch + 1] int32, written
@@ -186,10 +179,9 @@ def start_requests(
 
 @cuda.jit
 def write_indices(
-    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
-    num_members, arena,  # as above
-    unit,  # COUNT_BLOCKS, COUNT_TOKENS or WRITE_REQUESTS
-    capacity,  # entries of a member's indices
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups,
+    members, num_members, arena,  # as above
+    unit, capacity,  # COUNT_BLOCKS, COUNT_TOKENS or WRITE_REQUESTS; as above
     counts,  # [2 * max_batch + 2] int32
     indptr,  # [max_batch + 1] int32
     entries,  # [num_members, capacity] int32, written
@@ -230,12 +222,11 @@ def write_indices(
 
 @cuda.jit
 def write_table(
-    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
-    num_members, arena,  # as above
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups,
+    members, num_members, arena,  # as above
     width,  # columns of a row of the table
     counts,  # [2 * max_batch + 2] int32
-    null,  # -1; 0: the layout has none
-    entry_scale,
+    null, entry_scale,  # null is -1, or 0 where the layout has none
     form,  # 0; KV_ROWS: a row of V offsets follows each row of K offsets; RING: true positions of a ring
     value_offset,  # from a K offset to its V offset
     entries,  # [num_members, max_batch, rows, width] of the layout's dtype, written
@@ -286,14 +277,11 @@ def write_table(
 
 @cuda.jit
 def clear_inverse_map(
-    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
-    num_members, arena,  # as above
-    width,  # columns that a row may export
-    num_kernel_blocks,
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups,
+    members, num_members, arena, width, num_kernel_blocks,  # as above
     counts,  # [2 * max_batch + 2] int32
     mapped,  # [num_members, max_batch, width] int32, blocks that the call before mapped
-    null,
-    entries,  # [num_members, max_batch, num_kernel_blocks] int32, written
+    null, entries,  # [num_members, max_batch, num_kernel_blocks] int32, written
 ):  # fmt: skip
     """Take the blocks of the call before out of every batch row's map."""
     # step 1: which batch row and group
@@ -316,10 +304,8 @@ def clear_inverse_map(
 
 @cuda.jit
 def write_inverse_map(
-    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
-    num_members, arena,  # as above
-    width,  # columns that a row may export
-    num_kernel_blocks,
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups,
+    members, num_members, arena, width, num_kernel_blocks,  # as above
     counts,  # [2 * max_batch + 2] int32
     mapped,  # [num_members, max_batch, width] int32, written
     entries,  # [num_members, max_batch, num_kernel_blocks] int32, written
@@ -356,11 +342,9 @@ def write_inverse_map(
 
 @cuda.jit
 def gather_state_indices(
-    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups, members,
-    num_members, arena,  # as above
-    state_columns,  # 0: the first ones, STATE_LAST or STATE_ALIGNED
-    num_columns,
-    null,  # -1; 0: the layout has none
+    idx_mapping, num_computed_tokens, seq_lens, first_tokens, num_reqs, max_batch, max_num_rows, groups,
+    members, num_members, arena,  # as above
+    state_columns, num_columns, null,  # 0: the first ones, STATE_LAST or STATE_ALIGNED
     entries,  # [num_members, max_batch, num_columns] of the layout's dtype, written
 ):  # fmt: skip
     """Write the blocks that hold every batch row's states."""
@@ -393,16 +377,10 @@ def gather_state_indices(
 
 @cuda.jit
 def map_requests(
-    idx_mapping,  # [num_reqs] int32, batch index -> row
+    idx_mapping,  # as above
     query_start_loc,  # [num_reqs + 1] int32, first token of each request
-    num_reqs,
-    max_batch,
-    max_num_rows,
-    num_members,
-    capacity,  # entries of a member's requests
-    indptr,  # [max_batch + 1] int32, written
-    entries,  # [num_members, capacity] int32, written
-):
+    num_reqs, max_batch, max_num_rows, num_members, capacity, indptr, entries,  # as above
+):  # fmt: skip
     """Write the request of every token, and where each request's tokens begin."""
     # step 1: store where each request begins, and the last start over the padding
     i = cuda.grid(1)
@@ -426,14 +404,9 @@ def map_requests(
 def map_positions(
     rows,  # [num_tokens] int32, token -> row
     positions,  # [num_tokens, num_positions] int32
-    num_tokens,
-    num_positions,
-    max_num_rows,
-    groups,  # [num_groups, NUM_FIELDS] int64
-    g,  # the group
-    arena,  # [arena.size] int32
+    num_tokens, num_positions, max_num_rows, groups, g, arena,  # as above; g is the group
     slots,  # [num_tokens, num_positions] of the slots' dtype, written
-):
+):  # fmt: skip
     """Write the slot of every position, -1 where it has none."""
     group = np.int64(g) * NUM_FIELDS
     tokens = groups[group + TOKENS_PER_COLUMN]

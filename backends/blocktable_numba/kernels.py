@@ -4,7 +4,8 @@ blocktable/device/signatures.py lists the arguments, and says what lies where in
 
 Arrays come as pointers: nothing about an array (its owner, layout, flags) asks for another compilation, and an index is
 never taken from the end. Loops are `while`: Numba counts the turns of a `range` first, by a 64-bit division. Arithmetic
-on int32 gives int64 in Numba.
+on int32 gives int64 in Numba. Shapes that no line gives: groups [num_groups, NUM_FIELDS] int64; arena [arena.size],
+checker [checker_size], findings in the host's memory [(1 + MAX_RECORDS) * RECORD], all int32, the last two written.
 """
 
 from __future__ import annotations
@@ -65,21 +66,14 @@ def range_of(changes, starts, num_ranges, value):
 @cuda.jit
 def apply_changes(
     changes,  # [..] int32, packed changes without their counts
-    num_singles,
-    num_ranges,
-    num_range_values,
-    num_constant_ranges,
-    num_constants,
-    arena,  # [arena.size] int32, written
-    num_groups,
-    max_num_reqs,
-    batch_entries,
+    num_singles, num_ranges, num_range_values, num_constant_ranges, num_constants,
+    arena, num_groups, max_num_reqs, batch_entries,  # arena is written
     batch,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, the copy of its counts written
     copy_parts,  # blocks that copy the counts of one group; 0: nothing is copied. All further blocks write
     checker,  # [checker_size] int32, the number of the call advanced where counts are copied
     mark,  # of this step; 0: the host waits for none
     last_mark,  # [1] int64, written where counts are copied
-):
+):  # fmt: skip
     """Write the changes of a commit into the arena, and copy the counts that step_batch reads and replaces."""
     copy_blocks = num_groups * copy_parts
     # step 1: keep the counts that step_batch replaces
@@ -141,16 +135,9 @@ def null_columns(batch, batch_row, columns, held, filler):
 @cuda.jit
 def null_stale_columns(
     idx_mapping,  # [num_reqs] int32, batch index -> row
-    num_reqs,
-    num_reqs_padded,
-    max_num_reqs,
-    max_num_rows,
-    groups,  # [num_groups, NUM_FIELDS] int64
-    num_groups,
-    arena,  # [arena.size] int32
-    batch_entries,
+    num_reqs, num_reqs_padded, max_num_reqs, max_num_rows, groups, num_groups, arena, batch_entries,
     batch,  # [batch_entries + 1 ..] int32, tables written, counts read
-):
+):  # fmt: skip
     """Make every batch row NULL after the columns that its row fills."""
     # Rows after this batch hold what a larger one left; further ones are NULL, whatever their old counts say.
     num_shown = max(batch[batch_entries], num_reqs_padded)
@@ -208,18 +195,11 @@ def gather_row(
 
 @cuda.jit
 def gather_block_tables(
-    idx_mapping,  # [num_reqs] int32, batch index -> row
+    idx_mapping,  # as above
     num_computed_tokens,  # [num_reqs] int32, batch index -> tokens
-    num_reqs,
-    num_reqs_padded,
-    max_num_reqs,
-    max_num_rows,
-    groups,  # [num_groups, NUM_FIELDS] int64
-    num_groups,
-    arena,  # [arena.size] int32
-    batch_entries,
+    num_reqs, num_reqs_padded, max_num_reqs, max_num_rows, groups, num_groups, arena, batch_entries,  # as above
     batch,  # [batch_entries + 1 ..] int32, written
-):
+):  # fmt: skip
     """Write the columns that the batch's rows fill, and remember how many there are."""
     if cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0 and cuda.threadIdx.x == 0:
         batch[batch_entries] = num_reqs_padded
@@ -332,23 +312,17 @@ def map_token(
 
 @cuda.jit
 def map_slots(
-    idx_mapping,  # [num_reqs] int32, batch index -> row
+    idx_mapping,  # as above
     query_start_loc,  # [num_reqs + 1] int32, first token of each request
     positions,  # [num_positions] int64, token -> its index in its request
-    num_reqs,
-    num_positions,
-    max_num_rows,
+    num_reqs, num_positions, max_num_rows,
     groups,  # [>= first_group + num_groups, NUM_FIELDS] int64
-    first_group,
-    num_groups,
-    arena,  # [arena.size] int32
+    first_group, num_groups, arena,
     slots,  # [num_groups, slots_stride] of the slot dtype, the first num_slots of each written
-    slots_stride,
-    num_slots,
+    slots_stride, num_slots,
     requests_per_token,  # times 2**32
-    checker,  # [checker_size] int32, written
-    findings,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
-):
+    checker, findings,
+):  # fmt: skip
     """Write the slot of every token, and PAD from the last real token to the end of the slots."""
     # step 1: which token and group
     y = cuda.blockIdx.y
@@ -367,30 +341,16 @@ def map_slots(
 
 @cuda.jit
 def step_batch(
-    idx_mapping,  # [num_reqs] int32, batch index -> row
-    num_computed_tokens,  # [num_reqs] int32, batch index -> tokens
-    query_start_loc,  # [num_reqs + 1] int32, first token of each request
-    positions,  # [num_positions] int64, token -> its index in its request
-    num_reqs,
-    num_reqs_padded,
-    num_positions,
-    max_num_reqs,
-    max_num_rows,
-    requests_per_token,  # times 2**32
-    groups,  # [num_groups, NUM_FIELDS] int64
-    num_groups,
-    arena,  # [arena.size] int32
-    batch_entries,
-    batch,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, written
-    slots,  # [num_groups, num_slots] of the slot dtype, written
-    num_slots,
+    idx_mapping, num_computed_tokens, query_start_loc, positions, num_reqs, num_reqs_padded,  # as above
+    num_positions, max_num_reqs, max_num_rows, requests_per_token, groups, num_groups, arena,  # as above
+    batch_entries, batch,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, written
+    slots, num_slots,  # [num_groups, num_slots] of the slot dtype, written
     gather_blocks,  # 0: nothing is gathered
     blocks_per_group,  # that map its slots
     last_mark,  # [1] int64, what apply_changes wrote
     shown_mark,  # [1] int64 in the host's memory, written
-    checker,  # [checker_size] int32, written
-    findings,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
-):
+    checker, findings,  # as above
+):  # fmt: skip
     """The gather and the slots of a whole step: the first gather_blocks blocks gather, the next ones map.
 
     The block after those shows the mark; it and further ones look at the requests, where anything is checked.

@@ -6,11 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blocktable.check_plan import DEVICE_KINDS
-from blocktable.check_plan import MARKS_START as _MARKS_START
-from blocktable.check_plan import MAX_RECORDS as _MAX_RECORDS
-from blocktable.check_plan import NOTES as _NOTES
-from blocktable.check_plan import RECORD as _RECORD
+from blocktable import check_plan
 from blocktable_triton.common import (
     BLOCK_STAMPS,
     BLOCKS_PER_KV_BLOCK,
@@ -34,19 +30,11 @@ from blocktable_triton.common import (
 )
 
 # Kinds of findings, counted from 1.
-(
-    MISSING_BLOCK,
-    UNSET_ROW,
-    SHARED_BLOCK_WRITTEN,
-    SLOT_WRITTEN_TWICE,
-    POSITION_GAP,
-    BAD_STARTS,
-    NULL_WRITTEN,
-) = (tl.constexpr(1 + index) for index in range(len(DEVICE_KINDS)))
-MARKS_START = tl.constexpr(_MARKS_START)
-NOTES = tl.constexpr(_NOTES)
-MAX_RECORDS = tl.constexpr(_MAX_RECORDS)
-RECORD = tl.constexpr(_RECORD)
+MISSING_BLOCK, UNSET_ROW, SHARED_BLOCK_WRITTEN, SLOT_WRITTEN_TWICE, POSITION_GAP, BAD_STARTS, NULL_WRITTEN = (
+    tl.constexpr(1 + index) for index in range(len(check_plan.DEVICE_KINDS))
+)
+MARKS_START, NOTES = tl.constexpr(check_plan.MARKS_START), tl.constexpr(check_plan.NOTES)
+MAX_RECORDS, RECORD = tl.constexpr(check_plan.MAX_RECORDS), tl.constexpr(check_plan.RECORD)
 
 
 @triton.jit
@@ -228,15 +216,9 @@ def check_requests(
     idx_mapping: tl.int64,  # [num_reqs] int32, batch index -> row
     query_start_loc: tl.int64,  # [num_reqs + 1] int32, first token of each request
     positions: tl.int64,  # [num_positions] int64, token -> its index in its request
-    num_reqs: tl.int32,
-    num_positions: tl.int32,
-    max_num_rows: tl.int32,
-    groups: tl.int64,  # [num_groups, NUM_FIELDS] int64
-    arena: tl.int64,  # [arena.size] int32
-    checker: tl.int64,  # [checker_size] int32, written
-    findings: tl.int64,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
-    TILE: tl.constexpr,
-):
+    num_reqs: tl.int32, num_positions: tl.int32, max_num_rows: tl.int32, groups: tl.int64,
+    arena: tl.int64, checker: tl.int64, findings: tl.int64, TILE: tl.constexpr,
+):  # fmt: skip
     """Begin a call that maps slots: give it a number, and look at its requests."""
     checks = (_pointer(checker, tl.int32), _pointer(findings, tl.int32))
     # step 1: give the call a number

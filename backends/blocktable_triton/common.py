@@ -24,30 +24,25 @@ HAS_SHARDS, HAS_MODES, HAS_NULL_PADS, HAS_WINDOWS, HAS_ODD_SIZES, HAS_LARGE_POSI
     tl.constexpr(1 << bit) for bit in range(len(_FEATURES))
 )
 
-# Places in a group's row of `groups`.
-TABLE_START = tl.constexpr(GROUP_FIELDS.index("table_start"))
-WIDTH = tl.constexpr(GROUP_FIELDS.index("width"))
-TOKENS_PER_COLUMN = tl.constexpr(GROUP_FIELDS.index("tokens_per_column"))
-BLOCKS_PER_KV_BLOCK = tl.constexpr(GROUP_FIELDS.index("blocks_per_kv_block"))
-SLOT_MODE = tl.constexpr(GROUP_FIELDS.index("slot_mode"))
-NULL_IS_PAD = tl.constexpr(GROUP_FIELDS.index("null_is_pad"))
-SLIDING_WINDOW = tl.constexpr(GROUP_FIELDS.index("sliding_window"))
-WORLD_SIZE = tl.constexpr(GROUP_FIELDS.index("world_size"))
-RANK = tl.constexpr(GROUP_FIELDS.index("rank"))
-INTERLEAVE_SIZE = tl.constexpr(GROUP_FIELDS.index("interleave_size"))
-COLUMN_SHIFT = tl.constexpr(GROUP_FIELDS.index("column_shift"))
-FILLER = tl.constexpr(GROUP_FIELDS.index("filler"))
-NULL_START = tl.constexpr(GROUP_FIELDS.index("null_start"))
-PAD_SLOT_ID = tl.constexpr(GROUP_FIELDS.index("pad_slot_id"))
-BATCH_START = tl.constexpr(GROUP_FIELDS.index("batch_start"))
-CHECKS = tl.constexpr(GROUP_FIELDS.index("checks"))
-LIVES_START = tl.constexpr(GROUP_FIELDS.index("lives_start"))
-HELD_START = tl.constexpr(GROUP_FIELDS.index("held_start"))
-BLOCK_STAMPS = tl.constexpr(GROUP_FIELDS.index("block_stamps"))
-SLOT_STAMPS = tl.constexpr(GROUP_FIELDS.index("slot_stamps"))
-NOTES_START = tl.constexpr(GROUP_FIELDS.index("notes_start"))
-COPIES_START = tl.constexpr(GROUP_FIELDS.index("copies_start"))
+
+def _field(name: str) -> Any:
+    """Return the place of a field in a group's row of `groups`."""
+    return tl.constexpr(GROUP_FIELDS.index(name))
+
+
 NUM_FIELDS = tl.constexpr(len(GROUP_FIELDS))
+TABLE_START, WIDTH, TOKENS_PER_COLUMN, BLOCKS_PER_KV_BLOCK, SLOT_MODE = map(
+    _field, ("table_start", "width", "tokens_per_column", "blocks_per_kv_block", "slot_mode")
+)
+NULL_IS_PAD, SLIDING_WINDOW, WORLD_SIZE, RANK, INTERLEAVE_SIZE = map(
+    _field, ("null_is_pad", "sliding_window", "world_size", "rank", "interleave_size")
+)
+COLUMN_SHIFT, FILLER, NULL_START, PAD_SLOT_ID, BATCH_START = map(
+    _field, ("column_shift", "filler", "null_start", "pad_slot_id", "batch_start")
+)
+CHECKS, LIVES_START, HELD_START, BLOCK_STAMPS, SLOT_STAMPS, NOTES_START, COPIES_START = map(
+    _field, ("checks", "lives_start", "held_start", "block_stamps", "slot_stamps", "notes_start", "copies_start")
+)
 
 
 def _jit(function: Any) -> Any:

@@ -3,7 +3,8 @@
 All but the last two begin with the same arguments: the batch, and the groups that are exported together ("members"),
 which share one geometry. Place j of a batch row is column part + j of its row (R34). counts is [2 * max_batch + 2]
 int32: entries of each batch row; those of the call before; all; all of the call before. As in kernels.py every loop is
-grid-stride, arrays come as addresses, and no value asks for another compilation.
+grid-stride, arrays come as addresses, and no value asks for another compilation, and shapes that no line
+gives are those of kernels.py; members is [num_members] int32, groups.
 """
 
 # ruff: noqa: N803 - Triton writes compile-time arguments in capitals.
@@ -97,17 +98,13 @@ def count_entries(
     num_computed_tokens: tl.int64,  # [num_reqs] int32, batch index -> tokens
     seq_lens: tl.int64,  # [num_reqs] int32, batch index -> tokens
     first_tokens: tl.int64,  # [num_reqs] int32, batch index -> token that its part begins with
-    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32,
-    groups: tl.int64,  # [num_groups, NUM_FIELDS] int64
-    members: tl.int64,  # [num_members] int32, groups
-    num_members: tl.int32,
-    arena: tl.int64,  # [arena.size] int32
+    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64,
+    members: tl.int64, num_members: tl.int32, arena: tl.int64,
     width: tl.int32,  # columns that a batch row may export
     unit: tl.int32,  # what an entry is
     counts: tl.int64,  # [2 * max_batch + 2] int32, written
     lengths: tl.int64,  # [max_batch] int32, written
-    num_cut: tl.int64,  # [1] int32, first tokens that are not a boundary are added
-    TILE: tl.constexpr,
+    num_cut: tl.int64, TILE: tl.constexpr,  # [1] int32, first tokens that are not a boundary are added
 ):  # fmt: skip
     """Count what every batch row exports, and keep what it did before."""
     member_ptr, arena_ptr = _pointer(members, tl.int32), _pointer(arena, tl.int32)
@@ -152,15 +149,14 @@ def count_entries(
 @_jit
 def start_requests(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, first_tokens: tl.int64,
-    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64,
-    num_members: tl.int32, arena: tl.int64,  # as above
+    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64,
+    members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
     unit: tl.int32, capacity: tl.int32,  # what an entry is; entries of a member's indices
     lengths: tl.int64,  # [max_batch] int32
     counts: tl.int64,  # [2 * max_batch + 2] int32, the last two written
     indptr: tl.int64,  # [max_batch + 1] int32, written
     last_page_lens: tl.int64,  # [max_batch] int32, written
-    num_cut: tl.int64,  # [1] int32, what the capacity has left out is added
-    TILE: tl.constexpr,
+    num_cut: tl.int64, TILE: tl.constexpr,  # [1] int32, what the capacity has left out is added
 ):  # fmt: skip
     """Write where each request's entries begin, and how many tokens its last page holds."""
     group_ptr = _pointer(groups, tl.int64) + tl.load(_pointer(members, tl.int32)) * NUM_FIELDS
@@ -204,13 +200,12 @@ def start_requests(
 @_jit
 def write_indices(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, first_tokens: tl.int64,
-    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64,
-    num_members: tl.int32, arena: tl.int64,  # as above
+    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64,
+    members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
     unit: tl.int32, capacity: tl.int32,  # what an entry is; entries of a member's indices
     counts: tl.int64,  # [2 * max_batch + 2] int32
     indptr: tl.int64,  # [max_batch + 1] int32
-    entries: tl.int64,  # [num_members, capacity] int32, written
-    TILE: tl.constexpr,
+    entries: tl.int64, TILE: tl.constexpr,  # [num_members, capacity] int32, written
 ):  # fmt: skip
     """Write the entries of all requests, one request after another, and the fill over what a larger batch left."""
     arena_ptr, start_ptr = _pointer(arena, tl.int32), _pointer(indptr, tl.int32)
@@ -251,15 +246,14 @@ def write_indices(
 @_jit
 def write_table(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, first_tokens: tl.int64,
-    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64,
-    num_members: tl.int32, arena: tl.int64,  # as above
+    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64,
+    members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
     width: tl.int32,  # columns of a row of the table
     counts: tl.int64,  # [2 * max_batch + 2] int32
     null: tl.int64, entry_scale: tl.int64,  # null 0: the layout has none
     form: tl.int32, value_offset: tl.int64,  # what a row is; from a K offset to its V offset
     entries: tl.int64,  # [num_members, max_batch, width], for K and V [.., max_batch, 2, width], SLOT_T, written
-    SLOT_T: tl.constexpr,  # tl.int32 or tl.int64
-    TILE: tl.constexpr,
+    SLOT_T: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the columns in use of every batch row, and the fill after them."""
     arena_ptr, count_ptr = _pointer(arena, tl.int32), _pointer(counts, tl.int32)
@@ -313,14 +307,12 @@ def write_table(
 @_jit
 def clear_inverse_map(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, first_tokens: tl.int64,
-    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64,
-    num_members: tl.int32, arena: tl.int64,  # as above
+    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64,
+    members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
     width: tl.int32, num_kernel_blocks: tl.int32,  # columns that a batch row may export; blocks of the cache
     counts: tl.int64,  # [2 * max_batch + 2] int32
     mapped: tl.int64,  # [num_members, max_batch, width] int32, blocks that the call before mapped
-    null: tl.int32,
-    entries: tl.int64,  # [num_members, max_batch, num_kernel_blocks] int32, written
-    TILE: tl.constexpr,
+    null: tl.int32, entries: tl.int64, TILE: tl.constexpr,  # [num_members, max_batch, num_kernel_blocks] int32, written
 ):  # fmt: skip
     """Take the blocks of the call before out of every batch row's map."""
     count_ptr = _pointer(counts, tl.int32)
@@ -348,13 +340,12 @@ def clear_inverse_map(
 @_jit
 def write_inverse_map(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, first_tokens: tl.int64,
-    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64,
-    num_members: tl.int32, arena: tl.int64,  # as above
+    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64,
+    members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
     width: tl.int32, num_kernel_blocks: tl.int32,  # columns that a batch row may export; blocks of the cache
     counts: tl.int64,  # [2 * max_batch + 2] int32
     mapped: tl.int64,  # [num_members, max_batch, width] int32, written
-    entries: tl.int64,  # [num_members, max_batch, num_kernel_blocks] int32, written
-    TILE: tl.constexpr,
+    entries: tl.int64, TILE: tl.constexpr,  # [num_members, max_batch, num_kernel_blocks] int32, written
 ):  # fmt: skip
     """Write the column of every block that a batch row's tokens lie in."""
     arena_ptr, count_ptr = _pointer(arena, tl.int32), _pointer(counts, tl.int32)
@@ -392,12 +383,11 @@ def write_inverse_map(
 @_jit
 def gather_state_indices(
     idx_mapping: tl.int64, num_computed_tokens: tl.int64, seq_lens: tl.int64, first_tokens: tl.int64,
-    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64, members: tl.int64,
-    num_members: tl.int32, arena: tl.int64,  # as above
+    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, groups: tl.int64,
+    members: tl.int64, num_members: tl.int32, arena: tl.int64,  # as above
     state_columns: tl.int32, num_columns: tl.int32, null: tl.int64,  # null 0: the layout has none
     entries: tl.int64,  # [num_members, max_batch, num_columns] SLOT_T, written
-    SLOT_T: tl.constexpr,  # tl.int32 or tl.int64
-    TILE: tl.constexpr,
+    SLOT_T: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks that hold every batch row's states."""
     arena_ptr = _pointer(arena, tl.int32)
@@ -434,12 +424,10 @@ def gather_state_indices(
 
 @_jit
 def map_requests(
-    idx_mapping: tl.int64,  # [num_reqs] int32, batch index -> row
+    idx_mapping: tl.int64,  # as above
     query_start_loc: tl.int64,  # [num_reqs + 1] int32, first token of each request
-    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, num_members: tl.int32, capacity: tl.int32,
-    indptr: tl.int64,  # [max_batch + 1] int32, written
-    entries: tl.int64,  # [num_members, capacity] int32, written
-    TILE: tl.constexpr,
+    num_reqs: tl.int32, max_batch: tl.int32, max_num_rows: tl.int32, num_members: tl.int32,
+    capacity: tl.int32, indptr: tl.int64, entries: tl.int64, TILE: tl.constexpr,  # as above
 ):  # fmt: skip
     """Write the request of every token, and where each request's tokens begin."""
     start_ptr = _pointer(query_start_loc, tl.int32)
@@ -471,11 +459,9 @@ def map_positions(
     rows: tl.int64,  # [num_tokens] int32, token -> row
     positions: tl.int64,  # [num_tokens, num_positions] int32
     num_tokens: tl.int32, num_positions: tl.int32, max_num_rows: tl.int32,
-    groups: tl.int64, group: tl.int32,  # [num_groups, NUM_FIELDS] int64; which of them
-    arena: tl.int64,  # [arena.size] int32
+    groups: tl.int64, group: tl.int32, arena: tl.int64,  # as above
     slots: tl.int64,  # [num_tokens, num_positions] SLOT_T, written
-    SLOT_T: tl.constexpr,  # tl.int32 or tl.int64
-    TILE: tl.constexpr,
+    SLOT_T: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the slot of every position, -1 where it has none."""
     arena_ptr = _pointer(arena, tl.int32)

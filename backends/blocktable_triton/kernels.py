@@ -4,7 +4,9 @@ blocktable/device/signatures.py says what they take, on which grids they run, an
 
 Arrays come as addresses and every argument has its type beside it: nothing about a call's values, alignment or owner
 asks for another compilation, and memory that Triton takes for the host's (mapped) is read like any other. Loops are
-`while`: over a `range` of tensors the interpreter of triton 3.6 fails with numpy 2.4.
+`while`: over a `range` of tensors the interpreter of triton 3.6 fails with numpy 2.4. Shapes that no line gives:
+groups [num_groups, NUM_FIELDS] int64; arena [arena.size], checker [checker_size], findings in the host's memory
+[(1 + MAX_RECORDS) * RECORD], all int32, the last two written.
 """
 
 # ruff: noqa: N803 - Triton writes compile-time arguments in capitals.
@@ -77,23 +79,16 @@ def _store_ranges(change_ptr, num_ranges, num_values, first, arena_ptr, IS_CONST
 @_jit
 def apply_changes(
     changes: tl.int64,  # [..] int32: Writes.pack_changes, without its counts
-    num_singles: tl.int32,
-    num_ranges: tl.int32,
-    num_range_values: tl.int32,
-    num_constant_ranges: tl.int32,
-    num_constants: tl.int32,
-    arena: tl.int64,  # [arena.size] int32, written
-    num_groups: tl.int32,
-    max_num_reqs: tl.int32,
-    batch_entries: tl.int64,
+    num_singles: tl.int32, num_ranges: tl.int32, num_range_values: tl.int32,
+    num_constant_ranges: tl.int32, num_constants: tl.int32, arena: tl.int64,  # arena is written
+    num_groups: tl.int32, max_num_reqs: tl.int32, batch_entries: tl.int64,
     batch: tl.int64,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, the copy of its counts written
     copy_parts: tl.int32,  # programs that copy the counts of one group; those after all of them write. 0: none copies
     checker: tl.int64,  # [checker_size] int32, the number of the call advanced where counts are copied
     mark: tl.int64,  # of this step; 0: the host waits for none
     last_mark: tl.int64,  # [1] int64, written where counts are copied
-    FEATURES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    FEATURES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write the changes of a commit into the arena, and copy the counts that step_batch reads and replaces."""
     if OVERLAPS & FEATURES:
         tl.extra.cuda.gdc_launch_dependents()
@@ -158,17 +153,10 @@ def _null_columns(batch_row, columns, held, filler, TILE: tl.constexpr):
 @_jit
 def null_stale_columns(
     idx_mapping: tl.int64,  # [num_reqs] int32, batch index -> row
-    num_reqs: tl.int32,
-    num_reqs_padded: tl.int32,
-    max_num_reqs: tl.int32,
-    max_num_rows: tl.int32,
-    groups: tl.int64,  # [num_groups, NUM_FIELDS] int64
-    num_groups: tl.int32,
-    arena: tl.int64,  # [arena.size] int32
-    batch_entries: tl.int64,
-    batch: tl.int64,  # [batch_entries + 1 ..] int32, tables written, counts read
-    TILE: tl.constexpr,
-):
+    num_reqs: tl.int32, num_reqs_padded: tl.int32, max_num_reqs: tl.int32, max_num_rows: tl.int32,
+    groups: tl.int64, num_groups: tl.int32, arena: tl.int64, batch_entries: tl.int64,
+    batch: tl.int64, TILE: tl.constexpr,  # [batch_entries + 1 ..] int32, tables written, counts read
+):  # fmt: skip
     """Make every batch row NULL after the columns that its row fills."""
     arena_ptr, batch_ptr = _pointer(arena, tl.int32), _pointer(batch, tl.int32)
     # Rows after this batch hold what a larger one left; further ones are NULL, whatever their old counts say.
@@ -230,20 +218,13 @@ def _gather_rows(source, group_ptr, g, arena_ptr, batch_ptr, i, FEATURES: tl.con
 
 @_jit
 def gather_block_tables(
-    idx_mapping: tl.int64,  # [num_reqs] int32, batch index -> row
+    idx_mapping: tl.int64,  # as above
     num_computed_tokens: tl.int64,  # [num_reqs] int32, batch index -> tokens
-    num_reqs: tl.int32,
-    num_reqs_padded: tl.int32,
-    max_num_reqs: tl.int32,
-    max_num_rows: tl.int32,
-    groups: tl.int64,  # [num_groups, NUM_FIELDS] int64
-    num_groups: tl.int32,
-    arena: tl.int64,  # [arena.size] int32
-    batch_entries: tl.int64,
+    num_reqs: tl.int32, num_reqs_padded: tl.int32, max_num_reqs: tl.int32, max_num_rows: tl.int32,
+    groups: tl.int64, num_groups: tl.int32, arena: tl.int64, batch_entries: tl.int64,  # as above
     batch: tl.int64,  # [batch_entries + 1 ..] int32, written
-    FEATURES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    FEATURES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write the columns that the batch's rows fill, and remember how many there are."""
     arena_ptr, batch_ptr = _pointer(arena, tl.int32), _pointer(batch, tl.int32)
     source = (idx_mapping, num_computed_tokens, num_reqs, max_num_rows)
@@ -418,27 +399,19 @@ def _map_tile(
 
 @_jit
 def map_slots(
-    idx_mapping: tl.int64,  # [num_reqs] int32, batch index -> row
+    idx_mapping: tl.int64,  # as above
     query_start_loc: tl.int64,  # [num_reqs + 1] int32, first token of each request
     positions: tl.int64,  # [num_positions] int64, token -> its index in its request
-    num_reqs: tl.int32,
-    num_positions: tl.int32,
-    max_num_rows: tl.int32,
+    num_reqs: tl.int32, num_positions: tl.int32, max_num_rows: tl.int32,
     groups: tl.int64,  # [>= first_group + num_groups, NUM_FIELDS] int64
-    first_group: tl.int32,
-    num_groups: tl.int32,
-    arena: tl.int64,  # [arena.size] int32
+    first_group: tl.int32, num_groups: tl.int32, arena: tl.int64,
     slots: tl.int64,  # [num_groups, slots_stride] SLOT_T, the first num_slots of each written
-    slots_stride: tl.int64,
-    num_slots: tl.int32,
+    slots_stride: tl.int64, num_slots: tl.int32,
     requests_per_token: tl.int64,  # a guess: token * this >> 32 is its request
-    checker: tl.int64,  # [checker_size] int32, written
-    findings: tl.int64,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
-    SLOT_T: tl.constexpr,  # tl.int64 or tl.int32
-    FEATURES: tl.constexpr,
-    IS_LONG: tl.constexpr,  # whether the launch fills the GPU many times over
-    TILE: tl.constexpr,
-):
+    checker: tl.int64, findings: tl.int64,
+    SLOT_T: tl.constexpr, FEATURES: tl.constexpr,
+    IS_LONG: tl.constexpr, TILE: tl.constexpr,  # whether the launch fills the GPU many times over
+):  # fmt: skip
     """Write the slot of every token, and PAD from the last real token to the end of the slots."""
     arena_ptr, slot_ptr = _pointer(arena, tl.int32), _pointer(slots, SLOT_T)
     checks = (_pointer(checker, tl.int32), _pointer(findings, tl.int32))
@@ -458,36 +431,20 @@ def map_slots(
 
 @_jit
 def step_batch(
-    idx_mapping: tl.int64,  # [num_reqs] int32, batch index -> row
-    num_computed_tokens: tl.int64,  # [num_reqs] int32, batch index -> tokens
-    query_start_loc: tl.int64,  # [num_reqs + 1] int32, first token of each request
-    positions: tl.int64,  # [num_positions] int64, token -> its index in its request
-    num_reqs: tl.int32,
-    num_reqs_padded: tl.int32,
-    num_positions: tl.int32,
-    max_num_reqs: tl.int32,
-    max_num_rows: tl.int32,
-    requests_per_token: tl.int64,  # a guess: token * this >> 32 is its request
-    groups: tl.int64,  # [num_groups, NUM_FIELDS] int64
-    num_groups: tl.int32,
-    arena: tl.int64,  # [arena.size] int32
-    batch_entries: tl.int64,
+    idx_mapping: tl.int64, num_computed_tokens: tl.int64, query_start_loc: tl.int64,  # as above
+    positions: tl.int64, num_reqs: tl.int32, num_reqs_padded: tl.int32, num_positions: tl.int32,  # as above
+    max_num_reqs: tl.int32, max_num_rows: tl.int32, requests_per_token: tl.int64, groups: tl.int64,  # as above
+    num_groups: tl.int32, arena: tl.int64, batch_entries: tl.int64,  # as above
     batch: tl.int64,  # [batch_entries + 2 + num_groups * max_num_reqs] int32, written
-    slots: tl.int64,  # [num_groups, num_slots] SLOT_T, written
-    num_slots: tl.int32,
+    slots: tl.int64, num_slots: tl.int32,  # [num_groups, num_slots] SLOT_T, written
     gather_blocks: tl.int32,  # programs that gather, num_groups at a time; 0: nothing is gathered
     blocks_per_group: tl.int32,  # programs that map the slots of one group
     last_mark: tl.int64,  # [1] int64, what apply_changes wrote
     shown_mark: tl.int64,  # [1] int64 in the host's memory, written
-    checker: tl.int64,  # [checker_size] int32, written
-    findings: tl.int64,  # [(1 + MAX_RECORDS) * RECORD] int32 in the host's memory, written
-    SLOT_T: tl.constexpr,  # tl.int64 or tl.int32
-    FEATURES: tl.constexpr,
-    IS_LONG: tl.constexpr,  # as for map_slots
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,  # that a program gathers together, ROW_TILE columns of each
-    ROW_TILE: tl.constexpr,
-):
+    checker: tl.int64, findings: tl.int64,
+    SLOT_T: tl.constexpr, FEATURES: tl.constexpr, IS_LONG: tl.constexpr, TILE: tl.constexpr,  # as above
+    ROWS: tl.constexpr, ROW_TILE: tl.constexpr,  # that a program gathers together; columns of each
+):  # fmt: skip
     """The gather and the slots of a whole step: the first programs gather, the next ones map.
 
     The program after those shows the mark; it and further ones look at the requests, where anything is checked.

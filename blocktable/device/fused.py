@@ -131,9 +131,12 @@ class FusedStep:
         """Return the graph of a commit and as many launches; another one made it where these are as many."""
         length = 1 + len(made)
         if length not in self._graphs:
-            graph = DirectLaunches if self._driver.is_emulated else StepGraph
             overlaps = self._driver.overlaps and self._launches.has_step_batch
-            self._graphs[length] = graph([self._no_changes, *made], overlaps=overlaps)
+            self._graphs[length] = (
+                DirectLaunches()
+                if self._driver.is_emulated
+                else StepGraph([self._no_changes, *made], overlaps=overlaps).launcher()
+            )
         return self._graphs[length]
 
     def plain_launches(self, batch: Batch, addresses: dict[str, int], part: Part = "step") -> list[Launch]:
@@ -167,13 +170,13 @@ class FusedStep:
             run(prepared.launches, stream)
             return None
         if block is None:
-            prepared.graph.run([self._no_changes, *prepared.launches], stream)
+            prepared.graph.run(self._no_changes, prepared.launches, stream)
             return None
         driver = self._driver
         apply, mark = self._launches.apply_changes(block, used, self._apply_memory, self._numbers)
         if not driver.is_mapped and mark is not None:
             driver.send(block, used, stream)
-        prepared.graph.run([apply, *prepared.launches], stream, is_refilled=mark is None)
+        prepared.graph.run(apply, prepared.launches, stream, is_refilled=mark is None)
         if mark is None or (self._numbers is not None and driver.is_mapped):
             block.mark = mark
             return mark

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from blocktable.device.signatures import Grid, Launch, signature_of
+from blocktable.host_path import compiled_part
 
 FIRST_DRIVER_WITH_OVERLAPS = 12030
 """CUDA 12.3, as the driver says it."""
@@ -32,6 +33,7 @@ class KernelArguments:
 
     Attributes:
         pointers: address of an array that holds the address of each argument, as cuLaunchKernel takes it.
+        set: writes all of them; one that does not fit its type raises struct.error.
     """
 
     def __init__(self, layout: str, *, num_extra: int = 0) -> None:
@@ -39,19 +41,21 @@ class KernelArguments:
         packed = layout.removeprefix("S")
         self._present: Sequence[int] = ()
         self._pack = struct.Struct("@" + packed).pack_into
-        packed += "Q" * num_extra
-        memory: Any = np.zeros(struct.calcsize("@" + packed), np.uint8)
+        padded = packed + "Q" * num_extra
+        memory: Any = np.zeros(struct.calcsize("@" + padded), np.uint8)
         self._memory = memoryview(memory)
         start: int = memory.ctypes.data
         places = [
-            start + struct.calcsize("@" + packed[: index + 1]) - struct.calcsize("@" + kind)
-            for index, kind in enumerate(packed)
+            start + struct.calcsize("@" + padded[: index + 1]) - struct.calcsize("@" + kind)
+            for index, kind in enumerate(padded)
         ]
         self._pointers = np.array([0] * self._has_structure + places, np.uint64)
         self.pointers: int = self._pointers.ctypes.data
+        writer = compiled_part("arguments")
+        written = [self.pointers] * self._has_structure + places[: len(packed)]
+        self.set: Callable[[Sequence[int]], None] = self._set if writer is None else writer(layout, written).set
 
-    def set(self, values: Sequence[int]) -> None:
-        """Write all of them; one that does not fit its type raises struct.error."""
+    def _set(self, values: Sequence[int]) -> None:
         if self._has_structure:
             self._pointers[0], rest = values[0], values[1:]
             if rest != self._present:  # they hardly ever change
@@ -129,6 +133,7 @@ class StepGraph:
         self._graph = _checked(driver.cuGraphCreate(0))
         overlaps = overlaps and _can_overlap(driver)
         self._present: list[Launch | None] = [None] * len(launches)
+        self._rest: Sequence[Launch] = ()  # the last ones, all of them set
         self._nodes: list[dict[Any, _Node]] = [{} for _ in launches]
         self._handles: list[Any] = []
         for nodes, (kernel, grid, arguments) in zip(self._nodes, launches, strict=True):
@@ -151,36 +156,57 @@ class StepGraph:
         add = getattr(self._driver, "cuGraphAddDependencies_v2", self._driver.cuGraphAddDependencies)
         _checked(add(self._graph, [before], [after], [edge], 1))
 
-    def run(self, launches: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
+    def run(self, first: Launch, rest: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
         """Launch the graph on a stream, after what is queued there; returns immediately.
 
         A launch that is the same object as last time is left as it is; launches in flight keep their parameters.
 
         Args:
-            launches: as many as it was made of.
+            first, rest: as many as it was made of. A sequence that is the same object as last time holds the same.
             stream: to launch on.
             is_refilled: whether the structure that the first one takes by value holds something else by now.
         """
+        launches: Sequence[Launch] = (first,)
+        if rest is not self._rest:
+            launches, self._rest = (first, *rest), ()  # until all of them are set
         present = self._present
         for index, launch in enumerate(launches):
             if launch is not present[index] or is_refilled:
-                kernel, grid, arguments = launch
-                node = self._nodes[index].get(kernel)
-                if node is None:
-                    node = self._nodes[index][kernel] = _Node(kernel)
-                if launch is not node.launch:
-                    node.arguments.set(arguments)
-                    if grid != node.grid:
-                        node.params.gridDimX, node.params.gridDimY = node.grid = grid
-                    node.launch = launch
                 is_refilled = False
+                node = self.node(index, launch)
                 error = self._set_params(self._exec_address, self._node_addresses[index], node.params_address)
                 if error:
-                    raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
+                    self.refuse(error)
                 present[index] = launch
+        self._rest = rest
         error = self._launch(self._exec_address, stream)
         if error:
-            raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
+            self.refuse(error)
+
+    def node(self, index: int, launch: Launch) -> _Node:
+        """Return what the node of a place becomes, its parameters and arguments set to a launch."""
+        kernel, grid, arguments = launch
+        node = self._nodes[index].get(kernel)
+        if node is None:
+            node = self._nodes[index][kernel] = _Node(kernel)
+        if launch is not node.launch:
+            node.arguments.set(arguments)
+            if grid != node.grid:
+                node.params.gridDimX, node.params.gridDimY = node.grid = grid
+            node.launch = launch
+        return node
+
+    def refuse(self, error: int) -> None:
+        """Raise for what the driver has returned."""
+        raise RuntimeError(f"CUDA driver: {self._driver.CUresult(error)}")
+
+    def launcher(self) -> Any:
+        """Return what runs it: a compiled one, where the host path is; it holds this graph."""
+        launcher = compiled_part("graph")
+        if launcher is None:
+            return self
+        calls = [ctypes.cast(call, ctypes.c_void_p).value for call in (self._set_params, self._launch)]
+        return launcher(self, *calls, self._exec_address, self._node_addresses)
 
     def __del__(self) -> None:
         driver = getattr(self, "_driver", None)
@@ -192,23 +218,21 @@ class StepGraph:
 class DirectLaunches:
     """Runs the launches of a step as they are: in an emulation."""
 
-    def __init__(self, launches: Sequence[Launch], *, overlaps: bool = False) -> None:
-        """Nothing has to be prepared."""
-
-    def run(self, launches: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
+    def run(self, first: Launch, rest: Sequence[Launch], stream: int, *, is_refilled: bool = False) -> None:
         """Run them, one after another."""
-        for kernel, grid, arguments in launches:
+        for kernel, grid, arguments in (first, *rest):
             kernel(grid, arguments, stream)
 
 
 @cache
-def native_calls() -> tuple[Callable[..., int], Callable[..., int]]:
+def native_calls() -> tuple[Any, Any]:
     """Return the driver's cuGraphExecKernelNodeSetParams and cuGraphLaunch, which every step calls.
 
-    Through ctypes: the package's own functions make an enum in Python for each result.
+    Through ctypes: the package's own functions make an enum in Python for each result. The first never waits, and keeps
+    the GIL; the second may, where a thousand launches are queued.
     """
-    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    set_params, launch = library.cuGraphExecKernelNodeSetParams_v2, library.cuGraphLaunch
+    name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    set_params, launch = ctypes.PyDLL(name).cuGraphExecKernelNodeSetParams_v2, ctypes.CDLL(name).cuGraphLaunch
     set_params.argtypes, launch.argtypes = [ctypes.c_void_p] * 3, [ctypes.c_void_p] * 2
     return set_params, launch
 

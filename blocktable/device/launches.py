@@ -255,19 +255,19 @@ class Launches:
         """
         counts = block.header.tolist()
         most = max(counts[0], counts[2], counts[4])  # single values, range values, entries of constant ranges
-        grid = (memory.copy_blocks + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS), 1)
+        blocks = memory.copy_blocks + min(-(-most // self._apply.tile), MAX_WRITE_BLOCKS)
         for size, kernel in self._by_value:
             if used <= size:  # a launch keeps its parameters
-                launch = memory.made.get((kernel, grid))
+                launch = memory.made.get((size, blocks))
                 if launch is None or launch[2][0] != block.host_address:
                     arguments = (block.host_address, *memory.addresses, 0, memory.last_mark)
-                    launch = memory.made[kernel, grid] = kernel, grid, arguments
+                    launch = memory.made[size, blocks] = kernel, (blocks, 1), arguments
                 return launch, None
         mark = 0
         if marks is not None:
             mark = marks.last = marks.last + 1
         address = block.address + 4 * CHANGES_HEADER
-        return (self._apply, grid, (address, *counts, *memory.addresses, mark, memory.last_mark)), mark
+        return (self._apply, (blocks, 1), (address, *counts, *memory.addresses, mark, memory.last_mark)), mark
 
     def no_changes(self, memory: ApplyMemory) -> Launch:
         """Return the launch of a commit of nothing; it copies counts for step_batch where `memory` says so."""
