@@ -181,7 +181,7 @@ def check_sizes(
     if not 1 <= rows < INT32_LIMIT:
         raise ArgumentError(f"max_batch must be at least 1 and below 2**31, got {rows}.")
     if capacity is None and is_indexed and max_batch is not None:
-        raise ArgumentError(f"{layout.name!r} with max_batch wants a capacity: how many {_unit(layout)} a batch has.")
+        raise ArgumentError(f"{layout.name!r} with max_batch needs a capacity: how many {_unit(layout)} a batch has.")
     if capacity is not None and not is_indexed:
         raise ArgumentError(f"capacity is for kinds {', '.join(CAPACITY_KINDS)}; {layout.name!r} is {layout.kind!r}.")
     most = most_entries(config, layout, groups) if capacity is None else int_scalar("capacity", capacity)

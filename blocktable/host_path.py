@@ -306,8 +306,8 @@ def compiled_part(name: str) -> Any:
     if found is None and choice == "compiled":
         raise BackendUnavailableError(
             f"The compiled host path cannot be imported ({reason}). It is built when blocktable is installed from its "
-            "source where a C++ compiler is: get one, then install blocktable again, with pip's --force-reinstall and "
-            "--no-cache-dir."
+            "source if there is a C++ compiler: get one, then install blocktable again, with pip's --force-reinstall "
+            "and --no-cache-dir."
         )
     return found
 

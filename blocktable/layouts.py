@@ -63,7 +63,7 @@ class Layout:
         shape: of a group's entries; empty: as `KINDS` says. B batch rows, M columns, N kernel blocks of the cache, S
             state columns, n entries, T tokens.
         null: entry of a place that holds no block. -1: the consumer tests for it. None: it reads entries past the
-            length, and wants a valid address there: the group's filler, or kernel block 0 where that is -1.
+            length, and needs a valid address there: the group's filler, or kernel block 0 where that is -1.
         block_multiple: `kernel_block_size` must be a multiple of it.
         block_sizes: the values that `kernel_block_size` may have; empty: any.
         power_of_two: whether `kernel_block_size` must be a power of two.
@@ -75,7 +75,7 @@ class Layout:
         state_columns: "state": the first column, the last `num_columns` filled ones, or `num_columns` from the one that
             holds the sequence's last token.
         num_columns: "state": columns for each request (1 + the speculative tokens).
-        note: what else the consumer wants.
+        note: what else the consumer needs.
 
     Raises:
         ConfigError: a value is impossible.
@@ -217,7 +217,7 @@ FLASHINFER = Layout(
     kind="csr",
     contiguity="strict",
     source="flashinfer-ai/flashinfer: flashinfer/decode.py, flashinfer/prefill.py",
-    note="plan() wants indptr on the host too; under CUDA graphs the indices' buffer stays the same",
+    note="plan() needs indptr on the host too; under CUDA graphs the indices' buffer stays the same",
 )
 TRTLLM_GEN = Layout(
     name="trtllm_gen",

@@ -271,7 +271,7 @@ class NumpyRows:
             raise ArgumentError(
                 f"{where}: {null} is the group's null_block_id, which stands for no block; set allow_null=True on the "
                 "group if the engine hands it in as a hole"
-                + (", or null_block_id=-1 if its allocator gives block 0 out." if null == 0 else ".")
+                + (", or null_block_id=-1 if its allocator gives out block 0." if null == 0 else ".")
             )
         num_blocks, expansion = self.config.groups[group].num_blocks, int(self.columns_per_block[group, 0])
         reason = f"num_blocks {num_blocks}" if limit == num_blocks else f"2**31 // {expansion}"

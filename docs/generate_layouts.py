@@ -46,7 +46,7 @@ own.
 batch rows, S the state columns, N the kernel blocks of the cache, n the entries of all requests, T the tokens.
 "strict": contiguous with canonical strides; "rows": the entries of a row lie side by side, rows may be apart.
 "null" is the entry of a place that holds no block: -1 where the consumer tests for it; "filler" where it reads
-entries past the length and only wants a valid address: the group's filler, or block 0 where that is -1
+entries past the length and only needs a valid address: the group's filler, or block 0 where that is -1
 ([R25.7](spec.md#exports)). A group with `null_block_id=-1` therefore hands its raw batch table, which holds -1, to
 those alone who test for -1 or stop at the length, as torch's PagedAttention and nano-vllm do; vLLM's Triton kernel
 and FlashAttention 3 do not, and get a copy.

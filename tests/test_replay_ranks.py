@@ -117,7 +117,7 @@ def test_ranks_want_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["--ranks", "2"])
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(bt.BlockTableError, match="--ranks 2 wants a process for each rank, and finds WORLD_SIZE 4"):
+    with pytest.raises(bt.BlockTableError, match="--ranks 2 needs a process for each rank, and finds WORLD_SIZE 4"):
         main(["--ranks", "2"])
 
 
@@ -126,7 +126,7 @@ def test_ranks_and_replicated_groups_are_refused() -> None:
     ranks = Ranks.__new__(Ranks)
     vars(ranks).update(_size=2, _rank=1)
     config = bt.BlockTableConfig(groups=[CONFIG.groups[1]], max_num_reqs=1, max_num_batched_tokens=1, max_model_len=8)
-    with pytest.raises(bt.BlockTableError, match="wants a sharded group"):
+    with pytest.raises(bt.BlockTableError, match="needs a sharded group"):
         ranks.require_sharded(config)
     ranks.require_sharded(CONFIG)
     with pytest.raises(bt.BlockTableError, match="leave them out of --context-parallel"):

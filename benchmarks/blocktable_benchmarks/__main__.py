@@ -49,7 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--drop-in",
         action="store_true",
-        help="also time the vLLM drop-ins, of both runners over each backend; wants torch",
+        help="also time the vLLM drop-ins, of both runners over each backend; needs torch",
     )
     add("--quick", action="store_true", help="a smoke test over tiny sizes; the one mode that runs emulated backends")
     add(

@@ -95,7 +95,7 @@ class DeviceBackend:
             if mode == "params" and not driver.change_sizes:
                 raise ArgumentError(
                     f"BLOCKTABLE_STAGING=params needs kernels that take changes by value, which backend {self.name!r} "
-                    "has not; choose auto, mapped or copy."
+                    "does not have; choose auto, mapped or copy."
                 )
             driver.is_mapped = mode != "copy"
             if mode in ("auto", "params") and not driver.is_emulated:

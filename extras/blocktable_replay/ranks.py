@@ -31,7 +31,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         if os.environ.get("WORLD_SIZE") != str(size) or "RANK" not in os.environ:
             raise UsageError(
-                f"--ranks {size} wants a process for each rank, and finds WORLD_SIZE "
+                f"--ranks {size} needs a process for each rank, and finds WORLD_SIZE "
                 f"{os.environ.get('WORLD_SIZE', 'not set')}; run torchrun --nproc-per-node {size} -m blocktable replay "
                 f"--ranks {size} ..."
             )
@@ -57,7 +57,7 @@ class Ranks:
     def require_sharded(self, config: BlockTableConfig) -> None:
         """Raise UsageError where no group is sharded: nothing would be proved."""
         if not any(group.is_sharded for group in config.groups):
-            raise UsageError(f"--ranks {self._size} wants a sharded group, and all are replicated; give a linear one.")
+            raise UsageError(f"--ranks {self._size} needs a sharded group, and all are replicated; give a linear one.")
 
     def broken_by_owners(self, plan: StepPlan, config: BlockTableConfig, slots: Sequence[IntArray]) -> list[str]:
         """Return a sentence for each group in which a token of a step has more owners than one, or none.
