@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from blocktable.arrays import Array
 from blocktable.checks import array_spec, int_scalar, non_negative, vector_length
 from blocktable.config import BlockTableConfig, SlotDtype
 from blocktable.errors import ArgumentError, DtypeError
@@ -15,7 +16,7 @@ from blocktable.host_path import HostPath
 from blocktable.inputs import Reading, torch_modes_off, without_torch_modes
 from blocktable.layouts import Layout
 from blocktable.overlaps import OutputMemory
-from blocktable.protocols import STEP_INPUTS, Array, Backend, Batch, ExportBuffers, Step, StepBuffers
+from blocktable.protocols import STEP_INPUTS, Backend, Batch, ExportBuffers, Step, StepBuffers
 from blocktable.streams import current_stream_getter, stream_owner
 from blocktable.views import BufferViews
 

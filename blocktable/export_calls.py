@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import Array
 from blocktable.batches import BatchChecks, PlannedExport
 from blocktable.checks import array_spec, non_negative, refuse_mask, vector_length
 from blocktable.config import INT32_LIMIT
@@ -22,9 +23,9 @@ from blocktable.exports import (
 from blocktable.host_exports import check_capacity, export_on_host
 from blocktable.inputs import without_torch_modes
 from blocktable.inspection import Inspection
-from blocktable.layouts import Layout, find_layout
+from blocktable.layouts import Layout, LayoutName, find_layout
 from blocktable.overlaps import refuse_overlaps
-from blocktable.protocols import Array, Batch, ExportBuffers, StepBuffers
+from blocktable.protocols import Batch, ExportBuffers, StepBuffers
 from blocktable.views import BufferViews
 
 
@@ -45,7 +46,7 @@ class ExportCalls(Inspection):
     @without_torch_modes
     def create_export(
         self,
-        layout: str | Layout,
+        layout: LayoutName | Layout,
         groups: int | Sequence[int] = 0,
         *,
         capacity: int | None = None,
@@ -80,7 +81,7 @@ class ExportCalls(Inspection):
     @without_torch_modes
     def export(
         self,
-        layout: str | Layout,
+        layout: LayoutName | Layout,
         idx_mapping: Array | None,
         *,
         groups: int | Sequence[int] = 0,
@@ -163,7 +164,7 @@ class ExportCalls(Inspection):
 
     def export_host(
         self,
-        layout: str | Layout,
+        layout: LayoutName | Layout,
         idx_mapping: Array | None,
         *,
         groups: int | Sequence[int] = 0,

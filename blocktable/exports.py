@@ -10,22 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.checks import int_array, int_scalar
 from blocktable.config import INT32_LIMIT, BlockTableConfig, KVCacheGroup
 from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError
 from blocktable.layouts import Layout, check_block_size, exact_width
 from blocktable.overlaps import OutputMemory
-from blocktable.protocols import (
-    Array,
-    Backend,
-    Batch,
-    BlockStore,
-    ExportBuffers,
-    ExportingStore,
-    IntArray,
-    StepBuffers,
-    no_writes,
-)
+from blocktable.protocols import Backend, Batch, BlockStore, ExportBuffers, ExportingStore, StepBuffers, no_writes
 
 WRITTEN = ("entries", "indptr", "last_page_lens", "lengths", "num_cut", "counts", "mapped")
 """Arrays of a set that an export writes."""

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
-from blocktable.protocols import IntArray, Writes, ranges
+from blocktable.protocols import Writes, ranges
 from blocktable.rows import DISTINCT_ROWS, NumpyRows
 
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.checking import Checker
 from blocktable.checking.reasons import SlotReason, slot_reason
 from blocktable.checks import int_scalar
@@ -14,7 +15,7 @@ from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, BlockTableError, UnsupportedError
 from blocktable.findings import Finding
 from blocktable.host_path import HostPath
-from blocktable.protocols import Array, Backend, BlockStore, IntArray
+from blocktable.protocols import Backend, BlockStore
 
 FIRST_LOOK = 64
 """Blocks of each row that `common_blocks` compares first; then four times as many, and so on."""

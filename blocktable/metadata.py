@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blocktable.arrays import Array
 from blocktable.batches import SeqLens, StepPlan
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError
 from blocktable.exports import Export
-from blocktable.layouts import LOCAL_LENGTHS, Layout, find_layout
-from blocktable.protocols import Array
+from blocktable.layouts import LOCAL_LENGTHS, Layout, LayoutName, find_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class MetadataPlan:
     lengths: tuple[int | None, ...]
 
 
-Layouts = str | Layout | None | Sequence[str | Layout | None]
+Layouts = LayoutName | Layout | None | Sequence[LayoutName | Layout | None]
 """One layout for all groups, or one for each; None: no export."""
 
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ChangesError, DtypeError
-from blocktable.protocols import IntArray, ranges
+from blocktable.protocols import ranges
 from blocktable.rows import runs_of
 
 MAGIC = b"BTCH"

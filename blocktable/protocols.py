@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
+from blocktable.arrays import Array, IntArray
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.inputs import torch_modes_off
 from blocktable.layouts import Layout
@@ -25,12 +25,6 @@ STEP_INPUTS = ("idx_mapping", "num_computed_tokens", "query_start_loc", "positio
 
 Part = Literal["step", "tables", "slots"]
 """What of a step is done: all of it, the commit and the gather, or the slots alone."""
-
-Array = Any
-"""An array of the backend's device, or a foreign one that it takes without a copy."""
-
-IntArray = npt.NDArray[Any]
-"""A numpy array of integers; the dtype is said where it is used."""
 
 
 def ranges(starts: IntArray, lengths: IntArray) -> IntArray:

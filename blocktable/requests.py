@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.checks import ids_per_group, int_array, int_scalar
 from blocktable.errors import ArgumentError, DtypeError, NoFreeRowError
-from blocktable.protocols import Array, IntArray
 from blocktable.table import BlockTable
 
 

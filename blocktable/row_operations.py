@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.checks import int_scalar, ints_per_row
 from blocktable.errors import ArgumentError
 from blocktable.host_path import HostPath
 from blocktable.inspection import Inspection
-from blocktable.protocols import IntArray
 from blocktable.rows import DISTINCT_ROWS
 
 

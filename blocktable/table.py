@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
 from blocktable.checking import CheckMode, check_mode, make_checker, plan_checking
 from blocktable.config import BlockTableConfig
@@ -20,18 +21,7 @@ from blocktable.inputs import Reading, read_each, read_step, torch_modes_off, wi
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.overlaps import refuse_overlaps
-from blocktable.protocols import (
-    STEP_INPUTS,
-    Array,
-    Backend,
-    Batch,
-    BlockStore,
-    IntArray,
-    SlotMapper,
-    Step,
-    StepBuffers,
-    no_writes,
-)
+from blocktable.protocols import STEP_INPUTS, Backend, Batch, BlockStore, SlotMapper, Step, StepBuffers, no_writes
 from blocktable.ranks import RankCalls
 from blocktable.registry import check_backend, get_backend
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner

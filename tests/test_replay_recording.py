@@ -20,6 +20,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import blocktable as bt
 from blocktable import cli
+from blocktable.backend import Batch
 from blocktable.observer import OBSERVED_CALLS, OpenRecording
 from blocktable_conformance import profiles
 from blocktable_conformance.oracle import OracleTable, Refused
@@ -100,7 +101,7 @@ class Wrong(NumpyBackend):
             calls = 0
 
             def compute_slot_mappings(
-                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+                self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
             ) -> None:
                 super().compute_slot_mappings(batch, out, stream=stream)
                 self.calls += 1
@@ -412,7 +413,7 @@ class Overzealous(NumpyBackend):
             last: Sequence[Any]
 
             def compute_slot_mappings(
-                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+                self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
             ) -> None:
                 super().compute_slot_mappings(batch, out, stream=stream, groups=groups)
                 if groups is None:

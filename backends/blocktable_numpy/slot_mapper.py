@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blocktable import Batch, ContextParallel, KVCacheGroup
+from blocktable import ContextParallel, KVCacheGroup
+from blocktable.backend import Batch
 from blocktable_numpy.block_store import NumpyBlockStore, host_array
 from blocktable_numpy.checks import check_requests, check_tokens
 from blocktable_numpy.kernels import map_slots

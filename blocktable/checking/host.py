@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.checking.calls import StartsCheck, check_starts, find_unset_rows
 from blocktable.checking.lives import UNMARKED, RowLives
 from blocktable.checking.pools import Holders
@@ -20,16 +21,7 @@ from blocktable.findings import Finding, Findings
 from blocktable.host_exports import check_capacity
 from blocktable.host_path import Difference, HostPath
 from blocktable.layouts import Layout
-from blocktable.protocols import (
-    Array,
-    Backend,
-    Batch,
-    BlockStore,
-    ExportBuffers,
-    IntArray,
-    StepBuffers,
-    no_writes,
-)
+from blocktable.protocols import Backend, Batch, BlockStore, ExportBuffers, StepBuffers, no_writes
 
 MAX_MARK = 1 << 62
 """Marks stay below, so that nothing added to one passes 64 bits."""

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import BlockTableConfig
 from blocktable.host_path import Difference, HostPath, difference
-from blocktable.protocols import IntArray
 
 DENSE_BLOCKS = 1 << 22
 """Blocks of the largest pool that has room for each of its ids; 36 bytes a block, taken when they are touched."""

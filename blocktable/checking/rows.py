@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.checking.lives import RowLives
 from blocktable.config import BlockTableConfig
 from blocktable.findings import Finding, Findings
 from blocktable.host_path import HostPath
 from blocktable.inspection import position_of
-from blocktable.protocols import IntArray, ranges
+from blocktable.protocols import ranges
 
 
 class RowWatcher(Protocol):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import BlockTableConfig, KVCacheGroup
-from blocktable.protocols import IntArray
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.checking.calls import number
 from blocktable.checking.lives import RowLives
 from blocktable.checking.pools import Holders
@@ -11,7 +12,6 @@ from blocktable.checking.reasons import slot_reason
 from blocktable.checking.tokens import GroupTokens, Places
 from blocktable.config import BlockTableConfig
 from blocktable.findings import Finding, Findings
-from blocktable.protocols import IntArray
 
 
 class GroupFinder:

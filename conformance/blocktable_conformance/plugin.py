@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from blocktable import CAPABILITIES, Backend, BlockTableError, get_backend, list_backends
+from blocktable import BlockTableError, get_backend, list_backends
+from blocktable.backend import CAPABILITIES, Backend
 from blocktable_conformance import profiles, rules
 from blocktable_conformance.subject import Subject
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import Backend, BlockStore, BlockTable, BlockTableConfig, SlotMapper, Writes
+from blocktable import BlockTable, BlockTableConfig
+from blocktable.backend import Backend, BlockStore, SlotMapper, Writes
 
 HostArray = npt.NDArray[Any]
 

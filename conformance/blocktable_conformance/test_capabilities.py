@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktable import CAPABILITIES, PROTOCOL_VERSION, BlockTable, KVCacheGroup, UnsupportedError
+from blocktable import BlockTable, KVCacheGroup, UnsupportedError
+from blocktable.backend import CAPABILITIES, PROTOCOL_VERSION
 from blocktable_conformance.asserts import check, must_raise
 from blocktable_conformance.cases import make, one_request, small_config
 from blocktable_conformance.subject import Subject

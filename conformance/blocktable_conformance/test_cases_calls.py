@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktable import BlockTableError, KVCacheGroup, Writes
+from blocktable import BlockTableError, KVCacheGroup
+from blocktable.backend import Writes
 from blocktable_conformance.asserts import check, check_array, check_values, must_raise
 from blocktable_conformance.cases import expect_slots, expect_table, make, one_request, shard
 from blocktable_conformance.oracle import PAD

@@ -22,8 +22,8 @@ from blocktable import (
     KVCacheGroup,
     Layout,
     UnsupportedError,
-    Writes,
 )
+from blocktable.backend import Writes
 from blocktable.exports import RING_AND_REQUEST_KINDS
 from blocktable_conformance import profiles
 from blocktable_conformance.asserts import check, check_values, must_raise
@@ -116,8 +116,9 @@ def test_bad_arguments_are_refused_before_any_launch(subject_once: Subject) -> N
     table, array = pair.table, subject_once.device_array
     csr, other = ExportPair(pair, CSR), make(subject_once, FULL).table.create_export(CSR)
     one, two, wide = array([0], "int32"), array([3, 3], "int32"), array([0], "int64")
+    no_layout: Any = "no_such_layout"
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ConfigError, "R25.2", lambda: table.export("no_such_layout", one)),
+        (ConfigError, "R25.2", lambda: table.export(no_layout, one)),
         (ConfigError, "R25.18", lambda: table.create_export("flash_mla")),
         (ConfigError, "R25.18", lambda: table.export("flash_mla", one)),
         (ConfigError, "R25.18", lambda: table.export("cutlass_mla", one)),

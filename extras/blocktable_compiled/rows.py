@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import Arena, BlockTableConfig
+from blocktable import BlockTableConfig
+from blocktable.backend import Arena
 from blocktable.rows import MAX_INT32, MAX_RANGE, NumpyRows
 from blocktable_compiled.checks import TokenCheck
 from blocktable_compiled.drop_in import append_equally

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from blocktable import NULL_BLOCK_ID, IntArray
+from blocktable import NULL_BLOCK_ID
+from blocktable.typing import IntArray
 from blocktable_replay.record import NULLED
 
 NO_KEY = -1

@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktable import IntArray, RowCapacityError, Writes, ranges
+from blocktable import RowCapacityError
+from blocktable.backend import Writes, ranges
 from blocktable.device.staging import steady_entries
 from blocktable.host_path import compiled_changes
 from blocktable.protocols import CHANGES_HEADER
 from blocktable.rows import Journal
+from blocktable.typing import IntArray
 from blocktable_vllm.buffers import TrackedBuffer
 from blocktable_vllm.memory import copy_rows
 from blocktable_vllm.state import State

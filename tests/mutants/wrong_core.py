@@ -19,7 +19,8 @@ import blocktable.export_calls
 import blocktable.exports
 import blocktable.metadata
 import blocktable.table
-from blocktable import BlockTableConfig, ContextParallel, KVCacheGroup, RowCapacityError, Writes
+from blocktable import BlockTableConfig, ContextParallel, KVCacheGroup, RowCapacityError
+from blocktable.backend import Writes
 from blocktable.batches import BatchChecks, StepPlan
 from blocktable.exports import ExportSets
 from blocktable.host_exports import export_on_host as export_on_host_of_the_core
