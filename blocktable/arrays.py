@@ -10,19 +10,11 @@ import numpy.typing as npt
 
 
 class SupportsCudaArray(Protocol):
-    """An array that says where it lies, as torch's, CuPy's and Numba's do.
+    """An array that says where it lies, as torch's, CuPy's and Numba's do; a tensor of torch's on the host is one too.
 
-    A tensor of torch's has the attributes wherever it lies. An array that speaks DLPack alone is taken too, but a type
-    checker could not tell it from a numpy array of floats: hand it over as `Any`.
+    An array that speaks DLPack alone is taken as well, but no type checker could tell it from a numpy array of floats.
+    Hand it over as `Any`.
     """
-
-    @property
-    def shape(self) -> Any:
-        """Entries along each dimension."""
-
-    @property
-    def dtype(self) -> Any:
-        """What an entry is, in words of the array's library."""
 
     @property
     def __cuda_array_interface__(self) -> Any:
@@ -33,14 +25,18 @@ AnyArray: TypeAlias = npt.NDArray[np.integer[Any]] | SupportsCudaArray
 """What a step, an export or a slot mapping reads: an array of integers on the host or on a device. Where a call wants
 int32 or int64 it says so; nothing is converted."""
 
-Ints: TypeAlias = Sequence[int] | Sequence[np.integer[Any]] | npt.NDArray[np.integer[Any]]
+Int: TypeAlias = int | np.integer[Any]
+"""One number."""
+
+Ints: TypeAlias = Sequence[Int] | npt.NDArray[np.integer[Any]]
 """What a row operation takes, on the host: a list, a tuple, a range or a numpy array of any integer dtype."""
 
-BlockIds: TypeAlias = Ints | Sequence[Ints | None] | None
-"""Manager block ids: a sequence for each group, None or an empty one for nothing; with one group also that sequence
-itself."""
+# One kind of sequence alone: of several mypy chooses none for a list of lists and arrays.
+BlockIds: TypeAlias = Sequence[Int | Ints | None] | npt.NDArray[np.integer[Any]] | None
+"""Manager block ids: a sequence of them for each group, None or an empty one for nothing; with one group also that
+sequence itself."""
 
-Counts: TypeAlias = Ints | Sequence[Ints]
+Counts: TypeAlias = Sequence[Int | Ints] | npt.NDArray[np.integer[Any]]
 """A number for each row of a call, the same in all groups; or such a sequence for each group."""
 
 Array: TypeAlias = Any

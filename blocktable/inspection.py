@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktable.arrays import Array, IntArray
+from blocktable.arrays import Array, IntArray, Ints
 from blocktable.checking import Checker
 from blocktable.checking.reasons import SlotReason, slot_reason
 from blocktable.checks import int_scalar
@@ -110,7 +110,7 @@ class Inspection:
         ids: IntArray = columns[::expansion] // expansion
         return ids
 
-    def common_blocks(self, rows: Any, group: int) -> int:
+    def common_blocks(self, rows: Ints, group: int) -> int:
         """Return how many leading manager blocks all of some rows share now (a shared prefix, for cascade attention).
 
         The count ends before the first block that differs, that a row does not hold, or that is NULL.

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from blocktable.arrays import Array, IntArray
+from blocktable.arrays import AnyArray, Array, IntArray
 from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
 from blocktable.checking import CheckMode, check_mode, make_checker, plan_checking
 from blocktable.config import BlockTableConfig
@@ -178,11 +178,11 @@ class BlockTable(RankCalls, ExportCalls):
     @without_torch_modes
     def gather(
         self,
-        idx_mapping: Array | None,
+        idx_mapping: AnyArray | None,
         num_reqs_padded: int | None = None,
         *,
         num_reqs: int | None = None,
-        num_computed_tokens: Array | None = None,
+        num_computed_tokens: AnyArray | None = None,
         out: StepBuffers | None = None,
         stream: Any = None,
     ) -> tuple[Array, ...]:
@@ -221,13 +221,13 @@ class BlockTable(RankCalls, ExportCalls):
     @without_torch_modes
     def compute_slot_mappings(
         self,
-        idx_mapping: Array | None,
-        query_start_loc: Array,
-        positions: Array,
+        idx_mapping: AnyArray | None,
+        query_start_loc: AnyArray,
+        positions: AnyArray,
         *,
         num_tokens_padded: int | None = None,
         groups: Sequence[int] | None = None,
-        out: StepBuffers | Sequence[Array] | None = None,
+        out: StepBuffers | Sequence[AnyArray] | None = None,
         stream: Any = None,
     ) -> tuple[Array, ...]:
         """Write the slot of every token for every group, and PAD from the last real token to the end of the buffer.
@@ -275,13 +275,13 @@ class BlockTable(RankCalls, ExportCalls):
 
     def step(
         self,
-        idx_mapping: Array | None,
-        query_start_loc: Array,
-        positions: Array,
+        idx_mapping: AnyArray | None,
+        query_start_loc: AnyArray,
+        positions: AnyArray,
         *,
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
-        num_computed_tokens: Array | None = None,
+        num_computed_tokens: AnyArray | None = None,
         out: StepBuffers | None = None,
         stream: Any = None,
     ) -> Step:
@@ -456,17 +456,17 @@ class BlockTable(RankCalls, ExportCalls):
     @without_torch_modes
     def step_metadata(
         self,
-        idx_mapping: Array | None,
-        query_start_loc: Array,
-        positions: Array,
-        seq_lens: Array | Sequence[Array],
+        idx_mapping: AnyArray | None,
+        query_start_loc: AnyArray,
+        positions: AnyArray,
+        seq_lens: AnyArray | Sequence[AnyArray],
         *,
         layouts: Layouts = None,
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
-        num_computed_tokens: Array | None = None,
+        num_computed_tokens: AnyArray | None = None,
         out: StepBuffers | None = None,
         stream: Any = None,
     ) -> StepMetadata:

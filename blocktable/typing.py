@@ -1,6 +1,6 @@
 """What stands in type hints of `blocktable`: what its calls take, and what some of them return."""
 
-from blocktable.arrays import AnyArray, Array, BlockIds, Counts, IntArray, Ints, SupportsCudaArray
+from blocktable.arrays import AnyArray, Array, BlockIds, Counts, Int, IntArray, Ints, SupportsCudaArray
 from blocktable.checking import CheckMode
 from blocktable.findings import CheckKinds, Severity
 from blocktable.layouts import LayoutName, WidthPlan
@@ -15,6 +15,7 @@ __all__ = [
     "CheckKinds",
     "CheckMode",
     "Counts",
+    "Int",
     "IntArray",
     "Ints",
     "LayoutName",
