@@ -3,6 +3,7 @@
 from blocktable.arrays import AnyArray, Array, BlockIds, Counts, Int, IntArray, Ints, SupportsCudaArray
 from blocktable.checking import CheckMode
 from blocktable.findings import CheckKinds, Severity
+from blocktable.inspection import SlotHolder
 from blocktable.layouts import LayoutName, WidthPlan
 from blocktable.metadata import Layouts
 from blocktable.registry import BackendInfo
@@ -21,6 +22,7 @@ __all__ = [
     "LayoutName",
     "Layouts",
     "Severity",
+    "SlotHolder",
     "SupportsCudaArray",
     "WidthPlan",
 ]
