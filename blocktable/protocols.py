@@ -57,7 +57,7 @@ class Batch(NamedTuple):
             identity at most the table's rows.
         num_computed_tokens: [num_reqs] int32. Batch index -> tokens computed before this step (R11).
         num_positions: entries of `positions`; an array may not say it itself.
-        wants_tables: whether a fused step must gather; else the caller is given the table's own rows (R10.9).
+        needs_gather: whether a fused step must gather; else the caller is given the table's own rows (R10.9).
         seq_lens: [num_reqs] int32. Batch index -> tokens of the sequence, for exports that need it (R27).
         first_tokens: [num_reqs] int32. Batch index -> token that the exported part of its row begins with (R34).
     """
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
     num_reqs_padded: int
     num_computed_tokens: Array | None = None
     num_positions: int = 0
-    wants_tables: bool = True
+    needs_gather: bool = True
     seq_lens: Array | None = None
     first_tokens: Array | None = None
 

@@ -210,7 +210,7 @@ class BlockTable(RankCalls, ExportCalls):
         views = self._views.of(buffers)
         views.memory.refuse((("idx_mapping", idx_mapping), ("num_computed_tokens", num_computed_tokens)))
         handle = self._stream(stream, idx_mapping)
-        if batch.wants_tables:
+        if batch.needs_gather:
             if self._checker is not None:
                 self._checker.before_gather(batch, buffers, handle)
             self.store.gather(batch, buffers, stream=handle)
@@ -420,7 +420,7 @@ class BlockTable(RankCalls, ExportCalls):
         else:
             with torch_modes_off():
                 self._run_batch(plan.batch(arrays), self.buffers if out is None else out, handle)
-        if plan.wants_tables:
+        if plan.needs_gather:
             if plan.has_addresses:
                 views.held = (plan.num_reqs, addresses[0]), addresses[1]
             else:
@@ -441,7 +441,7 @@ class BlockTable(RankCalls, ExportCalls):
             return
         if self._rows.has_changes:
             self._commit(stream)
-        if batch.wants_tables:
+        if batch.needs_gather:
             self.store.gather(batch, buffers, stream=stream)
         self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=stream)
 

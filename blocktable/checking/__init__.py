@@ -46,7 +46,7 @@ class Checker(Protocol):
         """Slots are about to be computed as of the last commit. groups: those that are named; None: all."""
 
     def before_step(self, batch: Batch, num_tokens_padded: int | None, out: StepBuffers, stream: int | None) -> None:
-        """A commit, a gather where `batch.wants_tables`, and the slots of all groups are about to come, as one step."""
+        """A commit, a gather where `batch.needs_gather`, and the slots of all groups are about to come, as one step."""
 
     def before_export(
         self,

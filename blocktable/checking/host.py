@@ -187,7 +187,7 @@ class HostChecker:
         self.findings.add([Finding("stale_batch", message, self.num_commits, group=groups[0])])
 
     def _note_batch(self, batch: Batch, out: StepBuffers) -> None:
-        if batch.wants_tables:
+        if batch.needs_gather:
             self._batches[out] = self._batch_values(batch)
 
     def _batch_values(self, batch: Batch) -> tuple[Any, ...]:

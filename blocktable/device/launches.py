@@ -339,7 +339,7 @@ class Launches:
             slot_blocks = 0
         config, num_groups, num_reqs_padded = self._config, self._num_groups, batch.num_reqs_padded
         gather_blocks = 0
-        if batch.wants_tables:  # of no rows too: a larger batch may have come before
+        if batch.needs_gather:  # of no rows too: a larger batch may have come before
             gather_blocks = self._driver.gather_blocks(num_reqs_padded, num_groups, self._max_width)
         arguments = (
             inputs.idx_mapping,

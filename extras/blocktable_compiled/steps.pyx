@@ -165,7 +165,7 @@ cdef class HostStep:
         cdef int32_t* mapping = <int32_t*>address_of(rows)
         cdef int32_t* tokens = <int32_t*>address_of(computed)
         self._take_requests(num_reqs, mapping)
-        if batch.wants_tables:
+        if batch.needs_gather:
             self._gather(tokens, out)
         self._map_slots(<int32_t*>address_of(starts), <int64_t*>address_of(positions), num_positions, out)
 
