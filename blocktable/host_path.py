@@ -257,7 +257,7 @@ class CompiledChanges(Protocol):
     """What the compiled path does for a drop-in that has rows of its own."""
 
     @property
-    def append_equally(self) -> Callable[..., int]:
+    def append_to_all_groups(self) -> Callable[..., int]:
         """Adds blocks to rows of all groups."""
 
     def make_journal(

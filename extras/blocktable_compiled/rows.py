@@ -12,7 +12,7 @@ from blocktable import BlockTableConfig
 from blocktable.backend import Arena
 from blocktable.rows import MAX_INT32, MAX_RANGE, NumpyRows
 from blocktable_compiled.checks import TokenCheck
-from blocktable_compiled.drop_in import append_equally
+from blocktable_compiled.drop_in import append_to_all_groups
 from blocktable_compiled.journal import CompiledJournal
 from blocktable_compiled.operations import Operations
 
@@ -27,7 +27,7 @@ class CompiledRows(NumpyRows):
 
     journal: CompiledJournal
     journal_type = CompiledJournal
-    append_equally = staticmethod(append_equally)
+    append_to_all_groups = staticmethod(append_to_all_groups)
     token_check = TokenCheck
 
     def __init__(self, config: BlockTableConfig) -> None:
