@@ -102,7 +102,7 @@ def layouts_per_group(config: BlockTableConfig, layouts: Layouts) -> tuple[Layou
     return tuple(None if layout is None else find_layout(layout) for layout in given)
 
 
-def is_shared_out(config: BlockTableConfig, group: int) -> bool:
+def is_split_over_ranks(config: BlockTableConfig, group: int) -> bool:
     """Say whether context-parallel ranks share a group's tokens."""
     return config.groups[group].is_sharded and config.context_parallel.world_size > 1
 
@@ -143,16 +143,16 @@ def make_plan(config: BlockTableConfig, layouts: Sequence[Layout | None], length
     members: dict[tuple[Any, ...], list[int]] = {}
     for group, layout in enumerate(layouts):
         if layout is not None:
-            geometry = (config.groups[group].tokens_per_column, is_shared_out(config, group), config.width(group))
+            geometry = (config.groups[group].tokens_per_column, is_split_over_ranks(config, group), config.width(group))
             members.setdefault((layout, lengths_from[group], *geometry), []).append(group)
     families = [Family(layout, tuple(groups)) for (layout, *_), groups in members.items()]
     lengths: list[int | None] = [None] * len(config.groups)
     brought: dict[int, int] = {}  # first group with an array of lengths -> the family that brings this rank's
     for index, family in enumerate(families):
-        if family.layout.kind in ("csr", "token_csr", "lengths") and is_shared_out(config, family.groups[0]):
+        if family.layout.kind in ("csr", "token_csr", "lengths") and is_split_over_ranks(config, family.groups[0]):
             brought.setdefault(lengths_from[family.groups[0]], index)
     for group in range(len(config.groups)):
-        if is_shared_out(config, group):
+        if is_split_over_ranks(config, group):
             if lengths_from[group] not in brought:
                 brought[lengths_from[group]] = len(families)
                 families.append(Family(LOCAL_LENGTHS, (group,)))

@@ -130,14 +130,14 @@ class GroupTokens:
     def __init__(self, config: BlockTableConfig, group: int, arena: IntArray) -> None:
         self._geometry: KVCacheGroup = config.groups[group]
         self._shard = config.context_parallel
-        self._is_shared_out = self._geometry.is_sharded and self._shard.world_size > 1
+        self._is_split_over_ranks = self._geometry.is_sharded and self._shard.world_size > 1
         self._filled = config.arena.view(arena, -1)[group]
         table = config.arena.view(arena, group)
         self._table, self._width = table.reshape(-1), table.shape[1]
 
     def owned(self, tokens: Tokens) -> Tokens:
         """Return the tokens that this rank owns."""
-        if not self._is_shared_out:
+        if not self._is_split_over_ranks:
             return tokens
         size = self._shard.interleave_size
         mine = tokens.position // size % self._shard.world_size == self._shard.rank
@@ -147,7 +147,7 @@ class GroupTokens:
         """Return where tokens lie, those of other ranks and overwritten ones left out."""
         tokens = self.owned(tokens)
         local, held, geometry = tokens.position, self._filled[tokens.row], self._geometry
-        if self._is_shared_out:
+        if self._is_split_over_ranks:
             size = self._shard.interleave_size
             local = local // (self._shard.world_size * size) * size + local % size
         elif geometry.slot_mode == "ring":
