@@ -215,8 +215,9 @@ def _check_group(layout: Layout, spec: KVCacheGroup, group: int, is_split_over_r
         raise ArgumentError(f'group {group} has slot_mode="none": its blocks hold no tokens, as {layout.name!r} needs.')
     if kind == "state" and (spec.blocks_per_kv_block > 1 or is_split_over_ranks):
         raise ArgumentError(
-            f"{layout.name!r} needs a group of whole blocks that is not sharded; group {group} has "
-            f"{spec.blocks_per_kv_block} kernel blocks in a block and is {'' if is_split_over_ranks else 'not '}sharded."
+            f"{layout.name!r} needs a group of whole blocks that is not sharded; group {group} "
+            f"has {spec.blocks_per_kv_block} kernel blocks in a block and is "
+            f"{'' if is_split_over_ranks else 'not '}sharded."
         )
     if kind in ("kv_offsets", "token_csr", "inverse_map") or layout.entry_scale > 1:
         _check_int32(layout, spec, group)

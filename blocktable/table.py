@@ -491,7 +491,7 @@ class BlockTable(RankCalls, ExportCalls):
         if seq_lens is None:
             raise DtypeError("seq_lens must be an int32 array of num_reqs entries, got None.")
         exports, lens = self._metadata.plan(layouts, seq_lens)
-        if exports.families:
+        if exports.shared_exports:
             self._require("exports", "step_metadata() with layouts, or over ranks that share a group,")
         views = self._own_views if out is None else self._views.of(out)
         arrays = idx_mapping, num_computed_tokens, query_start_loc, positions
@@ -508,19 +508,19 @@ class BlockTable(RankCalls, ExportCalls):
             handle = self._stream(stream, positions)
             plan.exports = tuple(
                 self._plan_export(
-                    family.layout, family.groups, plan.batch(arrays, lengths_of(lens, family.groups[0])), out, handle
+                    shared.layout, shared.groups, plan.batch(arrays, lengths_of(lens, shared.groups[0])), out, handle
                 )
-                for family in exports.families
+                for shared in exports.shared_exports
             )
             if lens_reading[0] is not None:
                 views.keep_plan(key, plan)
         if lens_reading[2] != plan.lens_addresses or None in lens_reading[2]:
-            for planned, family in zip(plan.exports, exports.families, strict=True):
-                self._refuse_outputs(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])))
+            for planned, shared in zip(plan.exports, exports.shared_exports, strict=True):
+                self._refuse_outputs(planned, plan.batch(arrays, lengths_of(lens, shared.groups[0])))
             plan.lens_addresses = lens_reading[2]
         handle = self._run(plan, views, out, arrays, reading[2], stream)
-        for planned, family in zip(plan.exports, exports.families, strict=True):
-            self._run_export(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])), handle)
+        for planned, shared in zip(plan.exports, exports.shared_exports, strict=True):
+            self._run_export(planned, plan.batch(arrays, lengths_of(lens, shared.groups[0])), handle)
         return make_metadata(
             exports,
             plan,
