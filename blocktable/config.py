@@ -292,7 +292,7 @@ class Arena:
         """Entries of the counts and tables; those of checks come after them."""
         return self.size - self.num_check_entries
 
-    def places(self, entries: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    def coordinates(self, entries: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Return what entries of the buffer are: group, row and column of each, [n] int64.
 
         A filled count has group -1, its row, and its group for a column. What lies between two parts has a row, or for

@@ -173,7 +173,7 @@ class RankCalls(RowOperations):
         if entries.size:
             self._changing.exchange(entries, values)
         log.num_applied = packet.number + 1
-        rows: IntArray = np.unique(self.config.arena.places(entries)[1])
+        rows: IntArray = np.unique(self.config.arena.coordinates(entries)[1])
         return rows
 
     def digest(self) -> int:

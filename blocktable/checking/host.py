@@ -12,7 +12,7 @@ from blocktable.checking.calls import StartsCheck, check_starts, find_unset_rows
 from blocktable.checking.lives import UNMARKED, RowLives
 from blocktable.checking.pools import Holders
 from blocktable.checking.rows import CheckedRows
-from blocktable.checking.tokens import GroupTokens, Places, Tokens, make_tokens, runs
+from blocktable.checking.tokens import GroupTokens, LocatedTokens, Tokens, make_tokens, runs
 from blocktable.checking.written import GroupFinder
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, BlockTableError
@@ -225,11 +225,11 @@ class HostChecker:
             unset_rows = np.array([request for _, request in unset])
             tokens = tokens.part(~np.isin(tokens.request, unset_rows))
         found += self._find_gaps(tokens, starts, chosen)
-        written: list[tuple[Any, Places]] = []
+        written: list[tuple[Any, LocatedTokens]] = []
         for group in chosen:
-            places = self._groups[group].places(tokens)
-            found += self._finders[group].find(places, runs(places), self.num_commits)
-            written.append((group, places))
+            located = self._groups[group].locate(tokens)
+            found += self._finders[group].find(located, runs(located), self.num_commits)
+            written.append((group, located))
         if found:
             self.findings.add(found)
         self._note_written(tokens, written)
@@ -261,11 +261,11 @@ class HostChecker:
             found.append(Finding("position_gap", message, self.num_commits, row=row, position=position))
         return found
 
-    def _note_written(self, tokens: Tokens, written: list[tuple[Any, Places]]) -> None:
+    def _note_written(self, tokens: Tokens, written: list[tuple[Any, LocatedTokens]]) -> None:
         if not tokens.row.size:
             return
-        for group, places in written:
-            self._finders[group].note_writers(places)
+        for group, located in written:
+            self._finders[group].note_writers(located)
         if tokens.is_single:
             rows, ends = tokens.row, tokens.position
         else:

@@ -52,10 +52,10 @@ class Pool:
         """Return where blocks stand in the arrays. ids: integers from 0 on, of any shape."""
         if self.is_dense:
             return ids
-        places: IntArray = (self._pages[ids >> PAGE_BITS].astype(np.int64) << PAGE_BITS) + (
+        indexes: IntArray = (self._pages[ids >> PAGE_BITS].astype(np.int64) << PAGE_BITS) + (
             ids & ((1 << PAGE_BITS) - 1)
         )
-        return places
+        return indexes
 
     def hand_in(self, ids: IntArray) -> bool:
         """Note blocks that a row operation hands in; return whether any of them may be in a row already."""

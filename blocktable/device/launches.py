@@ -73,16 +73,16 @@ def launch_form(launch: Launch) -> LaunchForm:
 def resized_form(form: LaunchForm, num_reqs: int, num_positions: int) -> LaunchForm:
     """Return the form of a launch over another number of tokens."""
     kernel, grid, pick, rest = form
-    places = _token_places(kernel.name)
-    if places is None:
+    indexes = _token_arguments(kernel.name)
+    if indexes is None:
         return form
     arguments, guess = [*rest], requests_per_token(num_reqs, num_positions, is_long=kernel.name.endswith("_long"))
-    arguments[places[0]], arguments[places[1]] = num_positions, guess
+    arguments[indexes[0]], arguments[indexes[1]] = num_positions, guess
     return kernel, grid, pick, tuple(arguments)
 
 
 @cache
-def _token_places(kernel: str) -> tuple[int, int] | None:
+def _token_arguments(kernel: str) -> tuple[int, int] | None:
     """Return which arguments after a kernel's inputs follow the number of tokens; None: none do."""
     names = [name for _, name in signature_of(kernel).arguments if name not in STEP_INPUTS]
     if "requests_per_token" not in names:
