@@ -64,7 +64,7 @@ class HostPath(Protocol):
     def mirror(self) -> IntArray:
         """[arena.size] int32. What the device holds after a commit. Valid until the next operation."""
 
-    def watch(self) -> IntArray:
+    def live_mirror(self) -> IntArray:
         """Return the mirror, which from now on follows every operation: the caller keeps a view of it."""
 
     @property

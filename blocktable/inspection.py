@@ -180,7 +180,7 @@ class Inspection:
 
     def host_table(self, group: int) -> IntArray:
         """Return a group's rows on the host, [num_rows, width] int32, as a read-only view that follows changes."""
-        view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
+        view: IntArray = self.config.arena.view(self._rows.live_mirror(), self._group_index(group)).view()
         view.flags.writeable = False
         return view
 

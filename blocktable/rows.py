@@ -174,7 +174,7 @@ class NumpyRows:
     def mirror(self) -> IntArray:
         return self._mirror
 
-    def watch(self) -> IntArray:
+    def live_mirror(self) -> IntArray:
         return self._mirror
 
     # Checks. Everything below runs before the first entry changes.

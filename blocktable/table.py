@@ -106,7 +106,7 @@ class BlockTable(RankCalls, ExportCalls):
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
         self._checker = make_checker(self.check, config, self.backend, device, self.store, findings)
         if self._checker is not None:
-            self._rows = self._checker.watch(self._rows)
+            self._rows = self._checker.checked_rows(self._rows)
         self._committed = self._rows.committed
         self._views = BufferViews(config, self.store)
         self._exports = ExportSets(config, self.backend, device, self.store)

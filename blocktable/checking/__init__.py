@@ -23,7 +23,8 @@ class Checker(Protocol):
     """What a table tells of its calls, before anything of them reaches the device.
 
     It holds no reference to the table. Every `before_...` may raise `CheckError`, and then the call has done nothing.
-    Arguments are those of the call after their own checks. It sees row operations as the rows that `watch` returns.
+    Arguments are those of the call after their own checks. It sees row operations as the rows that `checked_rows`
+    returns.
 
     Attributes:
         findings: what it has found.
@@ -31,7 +32,7 @@ class Checker(Protocol):
 
     findings: Findings
 
-    def watch(self, rows: HostPath) -> HostPath:
+    def checked_rows(self, rows: HostPath) -> HostPath:
         """Return rows that do what `rows` do, and tell the checker."""
 
     def before_commit(self, stream: int | None) -> None:

@@ -274,9 +274,9 @@ class DeviceChecker:
 
     # What the table tells.
 
-    def watch(self, rows: HostPath) -> HostPath:
+    def checked_rows(self, rows: HostPath) -> HostPath:
         self._rows = rows
-        self._mirror = rows.watch()
+        self._mirror = rows.live_mirror()
         self.lives.attach(self._mirror, rows.journal)
         return cast(HostPath, CheckedRows(rows, self))
 

@@ -72,7 +72,7 @@ class HostChecker:
 
     # What the table tells.
 
-    def watch(self, rows: HostPath) -> HostPath:
+    def checked_rows(self, rows: HostPath) -> HostPath:
         self._rows = rows
         self._quick = self._make_quick(getattr(rows, "token_check", None))
         return cast(HostPath, CheckedRows(rows, self))

@@ -257,12 +257,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Count the launches of a test."""
     found = _subject_of(item)
-    before = found.watch.launches if found else 0
+    before = found.call_log.launches if found else 0
     try:
         return (yield)
     finally:
         if found:
-            item.user_properties.append(("launches", found.watch.launches - before))
+            item.user_properties.append(("launches", found.call_log.launches - before))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -274,11 +274,11 @@ def test_rows_in_place_of_a_batch(subject: Subject) -> None:
     seen = pair.step(None, [0, 1, 3], [0, 3, 4], num_reqs_padded=4)
     expect_table(seen.block_tables[0], [[5], [6, 7]], "R10.9")
     expect_slots(seen, [20, 27, 28], "R12")
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     with must_raise(ValueError, "R10.10", "an occupied padding row") as raised:
         pair.table.gather(None, 2, num_reqs=1)
     check("1" in raised.message, "R10.10", f"the error must name row 1: {raised.message}")
-    check(subject.watch.launches == launches, "R10.10", "something was launched before the refusal.")
+    check(subject.call_log.launches == launches, "R10.10", "something was launched before the refusal.")
 
 
 def test_impossible_tables_are_refused_in_a_sentence(subject_once: Subject) -> None:

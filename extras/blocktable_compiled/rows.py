@@ -55,7 +55,7 @@ class CompiledRows(NumpyRows):
         self._operations.catch_up()
         return self._mirror
 
-    def watch(self) -> IntArray:
+    def live_mirror(self) -> IntArray:
         self._operations.catch_up(is_watched=True)
         return self._mirror
 
