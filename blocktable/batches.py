@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from blocktable.arrays import Array
 from blocktable.checks import array_spec, int_scalar, non_negative, vector_length
 from blocktable.config import BlockTableConfig, SlotDtype
 from blocktable.errors import ArgumentError, DtypeError
@@ -15,7 +16,7 @@ from blocktable.host_path import HostPath
 from blocktable.inputs import Reading, torch_modes_off, without_torch_modes
 from blocktable.layouts import Layout
 from blocktable.overlaps import OutputMemory
-from blocktable.protocols import STEP_INPUTS, Array, Backend, Batch, ExportBuffers, Step, StepBuffers
+from blocktable.protocols import STEP_INPUTS, Backend, Batch, ExportBuffers, Step, StepBuffers
 from blocktable.streams import current_stream_getter, stream_owner
 from blocktable.views import BufferViews
 
@@ -59,7 +60,7 @@ class StepPlan:
     __slots__ = (
         *("addresses", "lens_addresses", "num_bytes", "views"),
         *("current_stream", "exports", "has_addresses", "has_padding_rows", "num_positions", "num_reqs"),
-        *("num_reqs_padded", "num_tokens_padded", "prepared", "step", "wants_tables"),
+        *("num_reqs_padded", "num_tokens_padded", "prepared", "step", "needs_gather"),
     )
 
     def __init__(
@@ -76,7 +77,7 @@ class StepPlan:
         self.num_reqs: int = batch.num_reqs
         self.num_reqs_padded: int = batch.num_reqs_padded
         self.num_positions: int = batch.num_positions
-        self.wants_tables: bool = batch.wants_tables
+        self.needs_gather: bool = batch.needs_gather
         self.has_padding_rows: bool = batch.idx_mapping is None and batch.num_reqs_padded > batch.num_reqs
         self.step: Step = step
         self.prepared: Any = prepared
@@ -119,7 +120,7 @@ class StepPlan:
         idx_mapping, num_computed_tokens, query_start_loc, positions = arrays
         return Batch(
             *(idx_mapping, query_start_loc, positions, self.num_reqs, self.num_reqs_padded, num_computed_tokens),
-            *(self.num_positions, self.wants_tables, seq_lens),
+            *(self.num_positions, self.needs_gather, seq_lens),
         )
 
 
@@ -173,8 +174,8 @@ class BatchChecks:
             ):
                 if idx_mapping is None and padded > num_reqs:
                     self.require_empty_rows(num_reqs, padded, will_commit=True)
-                wants_tables = idx_mapping is not None or (num_computed is not None and self._has_windows)
-                sizes = num_reqs, padded, num_computed_tokens, num_positions, wants_tables
+                needs_gather = idx_mapping is not None or (num_computed is not None and self._has_windows)
+                sizes = num_reqs, padded, num_computed_tokens, num_positions, needs_gather
                 return Batch(idx_mapping, query_start_loc, positions, *sizes), self._taken[kinds]
         return self._checked_step(arrays, reading, num_reqs_padded, seq_lens)
 
@@ -254,10 +255,10 @@ class BatchChecks:
             if not is_host_call:
                 self.require_device(array)
         # With the identity the batch's tables are the table's own rows, unless a window must be cut out of a copy.
-        wants_tables = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
+        needs_gather = idx_mapping is not None or (num_computed_tokens is not None and self._has_windows)
         return Batch(
             *(idx_mapping, query_start_loc, positions, requests, padded, num_computed_tokens, num_positions),
-            *(wants_tables, seq_lens, first_tokens),
+            *(needs_gather, seq_lens, first_tokens),
         )
 
     def _num_reqs(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.errors import ArgumentError, DtypeError, RowIndexError
-
-if TYPE_CHECKING:  # the configuration checks with these functions, and the protocols stand on the configuration
-    from blocktable.protocols import IntArray
 
 _NUMPY_DTYPES = {name: np.dtype(name) for name in ("int32", "int64")}
 _TENSOR_TYPES: set[type] = set()  # torch's classes and dtypes, as they are met: the core imports no torch

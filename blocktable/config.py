@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from blocktable.arrays import IntArray, Ints
 from blocktable.check_plan import MARKS_START, NOTES, CheckPlan, CheckRegions, lay_out_checks
 from blocktable.checks import int_array, int_scalar
 from blocktable.constants import NO_NULL_BLOCK, NULL_BLOCK_ID, PAD_SLOT_ID
@@ -291,7 +292,7 @@ class Arena:
         """Entries of the counts and tables; those of checks come after them."""
         return self.size - self.num_check_entries
 
-    def places(self, entries: Any) -> tuple[Any, Any, Any]:
+    def coordinates(self, entries: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Return what entries of the buffer are: group, row and column of each, [n] int64.
 
         A filled count has group -1, its row, and its group for a column. What lies between two parts has a row, or for
@@ -313,7 +314,7 @@ class Arena:
         parts = zip(self.group_offsets, ends, self.fillers, strict=True)
         return [(slice(start, end), filler) for start, end, filler in parts if filler]
 
-    def empty(self) -> np.ndarray[Any, Any]:
+    def empty(self) -> IntArray:
         """Return the buffer of an empty table, [size] int32 on the host."""
         buffer = np.zeros(self.size, np.int32)
         for part, filler in self.filled_parts:
@@ -474,7 +475,7 @@ class BlockTableConfig:
         """Return how many columns a row of `group` has (R3)."""
         return row_width(self._group(group), width_alignment=self.width_alignment, **self._geometry())
 
-    def kernel_block_ids(self, group: int, ids: Any) -> np.ndarray[Any, Any]:
+    def kernel_block_ids(self, group: int, ids: Ints) -> IntArray:
         """Return the kernel blocks that manager blocks consist of, as they stand in a row.
 
         Args:
@@ -541,7 +542,7 @@ class BlockTableConfig:
         fillers = tuple(group.filler for group in self.groups)
         return Arena(end, len(self.groups), num_rows, tuple(offsets), widths, fillers)
 
-    def group_fields(self, *, is_named: bool = False, has_ring_windows: bool = False) -> np.ndarray[Any, Any]:
+    def group_fields(self, *, is_named: bool = False, has_ring_windows: bool = False) -> IntArray:
         """Return `[num_groups, len(GROUP_FIELDS)]` int64: the geometry as kernels read it, one row a group.
 
         slot_mode counts "linear", "ring", "none" from 0: a "cross" group is "none" in a step and "linear" where a call

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import AnyArray, Array
 from blocktable.batches import BatchChecks, PlannedExport
 from blocktable.checks import array_spec, non_negative, refuse_mask, vector_length
 from blocktable.config import INT32_LIMIT
@@ -22,9 +23,9 @@ from blocktable.exports import (
 from blocktable.host_exports import check_capacity, export_on_host
 from blocktable.inputs import without_torch_modes
 from blocktable.inspection import Inspection
-from blocktable.layouts import Layout, find_layout
+from blocktable.layouts import Layout, LayoutName, find_layout
 from blocktable.overlaps import refuse_overlaps
-from blocktable.protocols import Array, Batch, ExportBuffers, StepBuffers
+from blocktable.protocols import Batch, ExportBuffers, StepBuffers
 from blocktable.views import BufferViews
 
 
@@ -45,7 +46,7 @@ class ExportCalls(Inspection):
     @without_torch_modes
     def create_export(
         self,
-        layout: str | Layout,
+        layout: LayoutName | Layout,
         groups: int | Sequence[int] = 0,
         *,
         capacity: int | None = None,
@@ -80,17 +81,17 @@ class ExportCalls(Inspection):
     @without_torch_modes
     def export(
         self,
-        layout: str | Layout,
-        idx_mapping: Array | None,
+        layout: LayoutName | Layout,
+        idx_mapping: AnyArray | None,
         *,
         groups: int | Sequence[int] = 0,
-        seq_lens: Array | None = None,
-        first_tokens: Array | None = None,
-        query_start_loc: Array | None = None,
+        seq_lens: AnyArray | None = None,
+        first_tokens: AnyArray | None = None,
+        query_start_loc: AnyArray | None = None,
         num_reqs: int | None = None,
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
-        num_computed_tokens: Array | None = None,
+        num_computed_tokens: AnyArray | None = None,
         out: ExportBuffers | StepBuffers | None = None,
         stream: Any = None,
     ) -> Export:
@@ -163,17 +164,17 @@ class ExportCalls(Inspection):
 
     def export_host(
         self,
-        layout: str | Layout,
-        idx_mapping: Array | None,
+        layout: LayoutName | Layout,
+        idx_mapping: AnyArray | None,
         *,
         groups: int | Sequence[int] = 0,
-        seq_lens: Array | None = None,
-        first_tokens: Array | None = None,
-        query_start_loc: Array | None = None,
+        seq_lens: AnyArray | None = None,
+        first_tokens: AnyArray | None = None,
+        query_start_loc: AnyArray | None = None,
         num_reqs: int | None = None,
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
-        num_computed_tokens: Array | None = None,
+        num_computed_tokens: AnyArray | None = None,
     ) -> Export:
         """Return what `export` would write after a commit, from the host's rows, in new numpy arrays.
 
@@ -216,7 +217,7 @@ class ExportCalls(Inspection):
 
     @without_torch_modes
     def map_positions(
-        self, rows: Array, group: int, positions: Array, *, out: Array | None = None, stream: Any = None
+        self, rows: AnyArray, group: int, positions: AnyArray, *, out: AnyArray | None = None, stream: Any = None
     ) -> Array:
         """Write the slot of every position of every token's row, -1 where it has none. Modifies no row.
 

@@ -10,22 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.checks import int_array, int_scalar
 from blocktable.config import INT32_LIMIT, BlockTableConfig, KVCacheGroup
 from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError
 from blocktable.layouts import Layout, check_block_size, exact_width
 from blocktable.overlaps import OutputMemory
-from blocktable.protocols import (
-    Array,
-    Backend,
-    Batch,
-    BlockStore,
-    ExportBuffers,
-    ExportingStore,
-    IntArray,
-    StepBuffers,
-    no_writes,
-)
+from blocktable.protocols import Backend, Batch, BlockStore, ExportBuffers, ExportingStore, StepBuffers, no_writes
 
 WRITTEN = ("entries", "indptr", "last_page_lens", "lengths", "num_cut", "counts", "mapped")
 """Arrays of a set that an export writes."""
@@ -209,7 +200,7 @@ def num_kernel_blocks_of(config: BlockTableConfig, layout: Layout, groups: Seque
     return max((spec.num_blocks or 0) * spec.blocks_per_kv_block for spec in specs)
 
 
-def _check_group(layout: Layout, spec: KVCacheGroup, group: int, is_shared_out: bool) -> None:
+def _check_group(layout: Layout, spec: KVCacheGroup, group: int, is_split_over_ranks: bool) -> None:
     kind = layout.kind
     if kind in ("placeholder", "token_requests"):
         return
@@ -222,10 +213,11 @@ def _check_group(layout: Layout, spec: KVCacheGroup, group: int, is_shared_out: 
         check_block_size(spec, [layout])
     if kind in NEEDS_SEQ_LENS and spec.slot_mode == "none":
         raise ArgumentError(f'group {group} has slot_mode="none": its blocks hold no tokens, as {layout.name!r} needs.')
-    if kind == "state" and (spec.blocks_per_kv_block > 1 or is_shared_out):
+    if kind == "state" and (spec.blocks_per_kv_block > 1 or is_split_over_ranks):
         raise ArgumentError(
-            f"{layout.name!r} needs a group of whole blocks that is not sharded; group {group} has "
-            f"{spec.blocks_per_kv_block} kernel blocks in a block and is {'' if is_shared_out else 'not '}sharded."
+            f"{layout.name!r} needs a group of whole blocks that is not sharded; group {group} "
+            f"has {spec.blocks_per_kv_block} kernel blocks in a block and is "
+            f"{'' if is_split_over_ranks else 'not '}sharded."
         )
     if kind in ("kv_offsets", "token_csr", "inverse_map") or layout.entry_scale > 1:
         _check_int32(layout, spec, group)

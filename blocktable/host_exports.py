@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import INT32_LIMIT, BlockTableConfig, KVCacheGroup
 from blocktable.errors import ArgumentError
 from blocktable.exports import (
@@ -22,7 +23,7 @@ from blocktable.exports import (
 )
 from blocktable.host_path import HostPath
 from blocktable.layouts import Layout
-from blocktable.protocols import Batch, ExportBuffers, IntArray, ranges
+from blocktable.protocols import Batch, ExportBuffers, ranges
 
 
 class Counted(NamedTuple):

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.errors import BackendUnavailableError, ConfigError
-from blocktable.protocols import IntArray, Writes, ranges
+from blocktable.protocols import Writes, ranges
 from blocktable.rows import DISTINCT_ROWS, NumpyRows
 
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
@@ -63,7 +64,7 @@ class HostPath(Protocol):
     def mirror(self) -> IntArray:
         """[arena.size] int32. What the device holds after a commit. Valid until the next operation."""
 
-    def watch(self) -> IntArray:
+    def live_mirror(self) -> IntArray:
         """Return the mirror, which from now on follows every operation: the caller keeps a view of it."""
 
     @property
@@ -256,7 +257,7 @@ class CompiledChanges(Protocol):
     """What the compiled path does for a drop-in that has rows of its own."""
 
     @property
-    def append_equally(self) -> Callable[..., int]:
+    def append_to_all_groups(self) -> Callable[..., int]:
         """Adds blocks to rows of all groups."""
 
     def make_journal(

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from blocktable.checking import Checker
+from blocktable.arrays import Array, IntArray, Ints
+from blocktable.checking import Checker, CheckMode
 from blocktable.checking.reasons import SlotReason, slot_reason
 from blocktable.checks import int_scalar
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, BlockTableError, UnsupportedError
 from blocktable.findings import Finding
 from blocktable.host_path import HostPath
-from blocktable.protocols import Array, Backend, BlockStore, IntArray
+from blocktable.protocols import Backend, BlockStore
 
 FIRST_LOOK = 64
 """Blocks of each row that `common_blocks` compares first; then four times as many, and so on."""
+
+
+class SlotHolder(NamedTuple):
+    """A row that holds the block of a slot.
+
+    Attributes:
+        row: the row.
+        block_index: place of the block in the row, in manager blocks.
+        position: of the token there.
+    """
+
+    row: int
+    block_index: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +44,13 @@ class SlotLocation:
         block_id: manager block.
         kernel_block_id: kernel block.
         offset: the token's place in the kernel block.
-        rows: (row, block index in that row, position of the token there) for every row that holds the block.
+        rows: every row that holds the block, and where.
     """
 
     block_id: int
     kernel_block_id: int
     offset: int
-    rows: tuple[tuple[int, int, int], ...]
+    rows: tuple[SlotHolder, ...]
 
 
 class Inspection:
@@ -45,14 +61,31 @@ class Inspection:
         backend: the backend object.
         device: what the backend calls a device.
         store: the backend's memory.
+        check: the mode of the checker.
     """
 
     config: BlockTableConfig
     backend: Backend
     device: Any
     store: BlockStore
+    check: CheckMode
     _rows: HostPath
     _checker: Checker | None
+
+    def __repr__(self) -> str:
+        """Return one line: geometry, backend and state. It does not wait for the device."""
+        config, shard = self.config, self.config.context_parallel
+        kinds = Counter((group.block_size, config.width(i)) for i, group in enumerate(config.groups))
+        groups = ", ".join(f"{n} of block size {size} and width {width}" for (size, width), n in kinds.items())
+        parts = [
+            f"groups: {groups}",
+            *([f"rank {shard.rank} of {shard.world_size}"] if shard.world_size > 1 else []),
+            f"backend {self.backend.name!r}" + ("" if self.device is None else f" on {self.device!s}"),
+            f"check {self.check!r}",
+            f"{np.count_nonzero(self._rows.filled.any(0))} of {config.num_rows} rows in use",
+            "changes pending" if self._rows.has_changes else "no changes pending",
+        ]
+        return f"<BlockTable {'; '.join(parts)}>"
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -109,7 +142,7 @@ class Inspection:
         ids: IntArray = columns[::expansion] // expansion
         return ids
 
-    def common_blocks(self, rows: Any, group: int) -> int:
+    def common_blocks(self, rows: Ints, group: int) -> int:
         """Return how many leading manager blocks all of some rows share now (a shared prefix, for cascade attention).
 
         The count ends before the first block that differs, that a row does not hold, or that is NULL.
@@ -147,7 +180,7 @@ class Inspection:
 
     def host_table(self, group: int) -> IntArray:
         """Return a group's rows on the host, [num_rows, width] int32, as a read-only view that follows changes."""
-        view: IntArray = self.config.arena.view(self._rows.watch(), self._group_index(group)).view()
+        view: IntArray = self.config.arena.view(self._rows.live_mirror(), self._group_index(group)).view()
         view.flags.writeable = False
         return view
 
@@ -219,7 +252,7 @@ class Inspection:
             kernel_block_id,
             offset,
             tuple(
-                (row, column // expansion, position_of(self.config, group, column * tokens + offset))
+                SlotHolder(row, column // expansion, position_of(self.config, group, column * tokens + offset))
                 for row, column in zip(found_rows[held].tolist(), columns[held].tolist(), strict=True)
             ),
         )

@@ -31,6 +31,42 @@ Kind = Literal[
 ]
 StateColumns = Literal["first", "last", "aligned"]
 
+LayoutName = Literal[
+    "flash_attention_2",
+    "flash_attention_2_vllm",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flash_attention_4_hd256",
+    "flashinfer",
+    "trtllm_gen",
+    "trtllm_gen_mla",
+    "trtllm_gen_kv",
+    "flash_mla",
+    "flashinfer_mla",
+    "cutlass_mla",
+    "cudnn",
+    "triton_unified",
+    "varlen_attn",
+    "flex_attention",
+    "torch_paged_attention",
+    "tensorrt_llm",
+    "aiter_mla",
+    "cpu_attention",
+    "tpu_ragged",
+    "vllm_table",
+    "state",
+    "speculative_state",
+    "aligned_state",
+    "encoder_only",
+    "local_lengths",
+    "csr",
+    "token_csr",
+    "ring",
+    "token_requests",
+    "block_requests",
+]
+"""Names in `LAYOUTS`. Where a name is known only when the engine runs, pass `LAYOUTS[name]`."""
+
 KINDS: dict[Kind, tuple[str, str]] = {
     "table": ("B M", "a row of block ids for each request"),
     "kv_offsets": ("B 2 M", "two such rows, one for K and one for V"),
@@ -436,7 +472,7 @@ LAYOUTS: MappingProxyType[str, Layout] = MappingProxyType({layout.name: layout f
 """Name -> layout, in the order of the page."""
 
 
-def find_layout(layout: str | Layout) -> Layout:
+def find_layout(layout: LayoutName | Layout) -> Layout:
     """Return a layout by its name, or the one that was given.
 
     Raises:
@@ -465,7 +501,7 @@ class WidthPlan:
     rule: str
 
 
-def plan_width(config: BlockTableConfig, layouts: Sequence[str | Layout], group: int = 0) -> WidthPlan:
+def plan_width(config: BlockTableConfig, layouts: Sequence[LayoutName | Layout], group: int = 0) -> WidthPlan:
     """Return the least width of a group's rows that satisfies every layout, and which rule bound it.
 
     What `config.width_alignment` says is left aside: the plan tells what it has to be.

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blocktable.arrays import Array
 from blocktable.batches import SeqLens, StepPlan
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError
 from blocktable.exports import Export
-from blocktable.layouts import LOCAL_LENGTHS, Layout, find_layout
-from blocktable.protocols import Array
+from blocktable.layouts import LOCAL_LENGTHS, Layout, LayoutName, find_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class StepMetadata:
 
 
 @dataclass(frozen=True)
-class Family:
+class SharedExport:
     """Groups that one export serves: of one layout, one geometry and one array of lengths.
 
     Attributes:
@@ -74,17 +74,17 @@ class MetadataPlan:
     """Which exports a step makes for some layouts.
 
     Attributes:
-        families: the exports.
-        places: group -> (its family, its place there); None where it has no export.
-        lengths: group -> the family that brings this rank's lengths of it; None where ranks do not share it.
+        shared_exports: the exports.
+        export_of_group: group -> (its export, its place there); None where it has no export.
+        lengths: group -> the export that brings this rank's lengths of it; None where ranks do not share it.
     """
 
-    families: tuple[Family, ...]
-    places: tuple[tuple[int, int] | None, ...]
+    shared_exports: tuple[SharedExport, ...]
+    export_of_group: tuple[tuple[int, int] | None, ...]
     lengths: tuple[int | None, ...]
 
 
-Layouts = str | Layout | None | Sequence[str | Layout | None]
+Layouts = LayoutName | Layout | None | Sequence[LayoutName | Layout | None]
 """One layout for all groups, or one for each; None: no export."""
 
 
@@ -102,7 +102,7 @@ def layouts_per_group(config: BlockTableConfig, layouts: Layouts) -> tuple[Layou
     return tuple(None if layout is None else find_layout(layout) for layout in given)
 
 
-def is_shared_out(config: BlockTableConfig, group: int) -> bool:
+def is_split_over_ranks(config: BlockTableConfig, group: int) -> bool:
     """Say whether context-parallel ranks share a group's tokens."""
     return config.groups[group].is_sharded and config.context_parallel.world_size > 1
 
@@ -143,25 +143,25 @@ def make_plan(config: BlockTableConfig, layouts: Sequence[Layout | None], length
     members: dict[tuple[Any, ...], list[int]] = {}
     for group, layout in enumerate(layouts):
         if layout is not None:
-            geometry = (config.groups[group].tokens_per_column, is_shared_out(config, group), config.width(group))
+            geometry = (config.groups[group].tokens_per_column, is_split_over_ranks(config, group), config.width(group))
             members.setdefault((layout, lengths_from[group], *geometry), []).append(group)
-    families = [Family(layout, tuple(groups)) for (layout, *_), groups in members.items()]
+    shared_exports = [SharedExport(layout, tuple(groups)) for (layout, *_), groups in members.items()]
     lengths: list[int | None] = [None] * len(config.groups)
-    brought: dict[int, int] = {}  # first group with an array of lengths -> the family that brings this rank's
-    for index, family in enumerate(families):
-        if family.layout.kind in ("csr", "token_csr", "lengths") and is_shared_out(config, family.groups[0]):
-            brought.setdefault(lengths_from[family.groups[0]], index)
+    brought: dict[int, int] = {}  # first group with an array of lengths -> the export that brings this rank's
+    for index, shared in enumerate(shared_exports):
+        if shared.layout.kind in ("csr", "token_csr", "lengths") and is_split_over_ranks(config, shared.groups[0]):
+            brought.setdefault(lengths_from[shared.groups[0]], index)
     for group in range(len(config.groups)):
-        if is_shared_out(config, group):
+        if is_split_over_ranks(config, group):
             if lengths_from[group] not in brought:
-                brought[lengths_from[group]] = len(families)
-                families.append(Family(LOCAL_LENGTHS, (group,)))
+                brought[lengths_from[group]] = len(shared_exports)
+                shared_exports.append(SharedExport(LOCAL_LENGTHS, (group,)))
             lengths[group] = brought[lengths_from[group]]
-    places: list[tuple[int, int] | None] = [None] * len(config.groups)
-    for index, family in enumerate(families[: len(members)]):
-        for place, group in enumerate(family.groups):
-            places[group] = (index, place)
-    return MetadataPlan(tuple(families), tuple(places), tuple(lengths))
+    export_of_group: list[tuple[int, int] | None] = [None] * len(config.groups)
+    for index, shared in enumerate(shared_exports[: len(members)]):
+        for place, group in enumerate(shared.groups):
+            export_of_group[group] = (index, place)
+    return MetadataPlan(tuple(shared_exports), tuple(export_of_group), tuple(lengths))
 
 
 class MetadataPlans:
@@ -197,13 +197,13 @@ def make_metadata(
     """Bundle what a step and its exports made."""
     exports, step = planned.exports, planned.step
     groups = []
-    for group, place in enumerate(plan.places):
+    for group, place in enumerate(plan.export_of_group):
         export = entries = None
         if place is not None:
             export = exports[place[0]].result
             entries = export.entries[place[1]] if export.entries else None
-        family = plan.lengths[group]
-        lens = lengths_of(seq_lens, group) if family is None else exports[family].result.lengths
+        index = plan.lengths[group]
+        lens = lengths_of(seq_lens, group) if index is None else exports[index].result.lengths
         groups.append(GroupMetadata(step.block_tables[group], step.slot_mappings[group], lens, export, entries))
     return StepMetadata(
         *(planned.num_reqs, planned.num_reqs_padded, query_start_loc, seq_lens, tuple(groups)),

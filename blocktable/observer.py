@@ -11,6 +11,8 @@ from typing import Any, Protocol, Self
 
 from blocktable.errors import BlockTableError, UnsupportedError
 
+__all__ = ["OBSERVED_CALLS", "ROW_CALLS", "Observation", "Observer", "OpenRecording"]
+
 ROW_CALLS = (
     "append_row",
     "set_row",

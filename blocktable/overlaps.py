@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from blocktable.arrays import Array
 from blocktable.errors import ArgumentError, DtypeError
-from blocktable.protocols import Array
 from blocktable.streams import address_of
 
 Named = tuple[str, Array | None]

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ChangesError, DtypeError
-from blocktable.protocols import IntArray, ranges
+from blocktable.protocols import ranges
 from blocktable.rows import runs_of
 
 MAGIC = b"BTCH"
@@ -149,7 +150,7 @@ def _other_table(name: str, theirs: Any, own: Any) -> ChangesError:
 def _check_values(config: BlockTableConfig, packet: Packet) -> None:
     """Refuse what no row of this table may hold, such as a block that its cache does not have."""
     arena = config.arena
-    groups, rows, columns = arena.places(packet.entries)
+    groups, rows, columns = arena.coordinates(packet.entries)
     of_counts = groups < 0
     indices = np.where(of_counts, np.minimum(columns, arena.num_groups - 1), groups)
     expansions = np.array([group.blocks_per_kv_block for group in config.groups])[indices]

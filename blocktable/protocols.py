@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
+from blocktable.arrays import Array, IntArray
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.inputs import torch_modes_off
 from blocktable.layouts import Layout
@@ -25,12 +25,6 @@ STEP_INPUTS = ("idx_mapping", "num_computed_tokens", "query_start_loc", "positio
 
 Part = Literal["step", "tables", "slots"]
 """What of a step is done: all of it, the commit and the gather, or the slots alone."""
-
-Array = Any
-"""An array of the backend's device, or a foreign one that it takes without a copy."""
-
-IntArray = npt.NDArray[Any]
-"""A numpy array of integers; the dtype is said where it is used."""
 
 
 def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
@@ -63,7 +57,7 @@ class Batch(NamedTuple):
             identity at most the table's rows.
         num_computed_tokens: [num_reqs] int32. Batch index -> tokens computed before this step (R11).
         num_positions: entries of `positions`; an array may not say it itself.
-        wants_tables: whether a fused step must gather; else the caller is given the table's own rows (R10.9).
+        needs_gather: whether a fused step must gather; else the caller is given the table's own rows (R10.9).
         seq_lens: [num_reqs] int32. Batch index -> tokens of the sequence, for exports that need it (R27).
         first_tokens: [num_reqs] int32. Batch index -> token that the exported part of its row begins with (R34).
     """
@@ -75,7 +69,7 @@ class Batch(NamedTuple):
     num_reqs_padded: int
     num_computed_tokens: Array | None = None
     num_positions: int = 0
-    wants_tables: bool = True
+    needs_gather: bool = True
     seq_lens: Array | None = None
     first_tokens: Array | None = None
 

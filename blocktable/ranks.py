@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.errors import ChangesError
 from blocktable.host_path import Difference, HostPath, difference
 from blocktable.packets import Packet, read_packet, write_packet
-from blocktable.protocols import IntArray, ranges
+from blocktable.protocols import ranges
 from blocktable.row_operations import RowOperations
 from blocktable.rows import Journal, runs_of
 
@@ -172,7 +173,7 @@ class RankCalls(RowOperations):
         if entries.size:
             self._changing.exchange(entries, values)
         log.num_applied = packet.number + 1
-        rows: IntArray = np.unique(self.config.arena.places(entries)[1])
+        rows: IntArray = np.unique(self.config.arena.coordinates(entries)[1])
         return rows
 
     def digest(self) -> int:

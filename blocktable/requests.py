@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import Array, BlockIds, IntArray
 from blocktable.checks import ids_per_group, int_array, int_scalar
 from blocktable.errors import ArgumentError, DtypeError, NoFreeRowError
-from blocktable.protocols import Array, IntArray
 from blocktable.table import BlockTable
 
 
@@ -98,7 +98,7 @@ class Requests:
 
     # What a request holds.
 
-    def sync(self, request: Hashable, block_ids: Any) -> int:
+    def sync(self, request: Hashable, block_ids: BlockIds) -> int:
         """Make the row of a request hold exactly these blocks, and return it; only what differs is sent.
 
         Args:
@@ -118,7 +118,7 @@ class Requests:
             self.sync_batch((request,), (block_ids,))
         return self._row[request]
 
-    def sync_batch(self, requests: Sequence[Hashable], block_ids: Sequence[Any]) -> None:
+    def sync_batch(self, requests: Sequence[Hashable], block_ids: Sequence[BlockIds]) -> None:
         """Do `sync` for many requests: all of it, or nothing.
 
         Args:
@@ -169,7 +169,7 @@ class Requests:
             if others:
                 self.table.set_rows(*_flat(others, self._num_groups))
         except BaseException:
-            if has_grown:
+            if has_grown and before is not None:
                 self.table.truncate_rows(grown_rows, before)
             raise
         finally:

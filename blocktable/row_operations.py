@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
+from blocktable.arrays import BlockIds, Counts, IntArray, Ints
 from blocktable.checks import int_scalar, ints_per_row
 from blocktable.errors import ArgumentError
 from blocktable.host_path import HostPath
 from blocktable.inspection import Inspection
-from blocktable.protocols import IntArray
 from blocktable.rows import DISTINCT_ROWS
 
 
@@ -32,7 +29,7 @@ class RowOperations(Inspection):
 
     # Rows, one at a time.
 
-    def append_row(self, row: int, block_ids: Any) -> None:
+    def append_row(self, row: int, block_ids: BlockIds) -> None:
         """Add blocks after what a row holds. Nothing for a group (None, []) changes nothing there.
 
         Args:
@@ -47,7 +44,7 @@ class RowOperations(Inspection):
         """
         self._changing.append_row(row, block_ids)
 
-    def set_row(self, row: int, block_ids: Any) -> None:
+    def set_row(self, row: int, block_ids: BlockIds) -> None:
         """Replace what a row holds. Nothing for a group (None, []) clears it there.
 
         Args and errors: as `append_row`. Rules: R4, R6, R7, R8.
@@ -80,7 +77,7 @@ class RowOperations(Inspection):
         if src != dst:
             self._changing.copy(source, target, vacate=False)
 
-    def truncate_row(self, row: int, num_blocks: int | Sequence[int] | IntArray) -> None:
+    def truncate_row(self, row: int, num_blocks: int | Ints) -> None:
         """Keep the first blocks of a row (speculative rollback); asking for more than there are changes nothing.
 
         Args:
@@ -103,7 +100,7 @@ class RowOperations(Inspection):
         bounds = (np.array([int_scalar(name, value)]) for name, value in (("start", start), ("stop", stop)))
         self._changing.null(rows, index, *bounds)
 
-    def replace_blocks(self, row: int, group: int, start: int, block_ids: Any) -> None:
+    def replace_blocks(self, row: int, group: int, start: int, block_ids: Ints | None) -> None:
         """Exchange blocks inside a row of one group; the others stay, and so does their number.
 
         For a block that was deduplicated, or copied because the row shares it and must write into it.
@@ -126,7 +123,7 @@ class RowOperations(Inspection):
 
     # Rows, many at a time.
 
-    def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+    def append_rows(self, rows: Ints, block_ids: BlockIds, counts: Counts) -> None:
         """Add blocks after what many rows hold.
 
         Args:
@@ -143,15 +140,15 @@ class RowOperations(Inspection):
         """
         self._changing.append_rows(rows, block_ids, counts)
 
-    def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+    def set_rows(self, rows: Ints, block_ids: BlockIds, counts: Counts) -> None:
         """Replace what many rows hold. Args and errors: as `append_rows`. Rules: R4, R6, R7, R8."""
         self._changing.set_rows(rows, block_ids, counts)
 
-    def clear_rows(self, rows: Any) -> None:
+    def clear_rows(self, rows: Ints) -> None:
         """Make many rows empty in every group. Rules: R4, R5."""
         self._changing.clear_rows(rows)
 
-    def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
+    def truncate_rows(self, rows: Ints, num_blocks: Counts) -> None:
         """Keep the first blocks of many rows.
 
         Args:
@@ -162,7 +159,7 @@ class RowOperations(Inspection):
         """
         self._changing.truncate_rows(rows, num_blocks)
 
-    def null_ranges(self, rows: Any, group: int, starts: Any, stops: Any) -> None:
+    def null_ranges(self, rows: Ints, group: int, starts: Ints, stops: Ints) -> None:
         """Make manager blocks starts[i] .. stops[i] - 1 of many rows NULL in one group.
 
         Args:
@@ -180,7 +177,7 @@ class RowOperations(Inspection):
         bounds = [ints_per_row(name, values, checked.size) for name, values in (("starts", starts), ("stops", stops))]
         self._changing.null(checked, index, *(array.astype(np.int64) for array in bounds))
 
-    def replace_block_ranges(self, rows: Any, group: int, starts: Any, block_ids: Any, counts: Any) -> None:
+    def replace_block_ranges(self, rows: Ints, group: int, starts: Ints, block_ids: Ints | None, counts: Ints) -> None:
         """Exchange blocks inside many rows of one group; the others stay, and so does their number.
 
         Args:
@@ -203,7 +200,7 @@ class RowOperations(Inspection):
         )
         self._changing.replace(checked, index, firsts.astype(np.int64), block_ids, blocks)
 
-    def remap_blocks(self, group: int, old_ids: Any, new_ids: Any) -> None:
+    def remap_blocks(self, group: int, old_ids: Ints, new_ids: Ints) -> None:
         """Make block old_ids[i] block new_ids[i] in every row of one group, all together (defragmentation, migration).
 
         It searches what the rows of the group hold.
@@ -222,7 +219,7 @@ class RowOperations(Inspection):
         """
         self._changing.remap(self._group_index(group), old_ids, new_ids)
 
-    def permute_rows(self, src: Any, dst: Any) -> None:
+    def permute_rows(self, src: Ints, dst: Ints) -> None:
         """Replace each row dst[i] by what row src[i] held before the call; other sources become empty.
 
         Args:
@@ -241,7 +238,7 @@ class RowOperations(Inspection):
         )
         self._copy_rows(self._rows.check_rows("src", src, advice=advice), dst, advice, vacate=True)
 
-    def copy_rows(self, src: Any, dst: Any) -> None:
+    def copy_rows(self, src: Ints, dst: Ints) -> None:
         """Replace each row dst[i] by what row src[i] held before the call; other rows stay (beams, many forks).
 
         Args:
@@ -255,7 +252,7 @@ class RowOperations(Inspection):
         """
         self._copy_rows(self._rows.check_rows("src", src, advice=None), dst, DISTINCT_ROWS, vacate=False)
 
-    def _copy_rows(self, source: IntArray, dst: Any, advice: str, *, vacate: bool) -> None:
+    def _copy_rows(self, source: IntArray, dst: Ints, advice: str, *, vacate: bool) -> None:
         target = self._rows.check_rows("dst", dst, advice=advice)
         if source.size != target.size:
             raise ArgumentError(f"src and dst must be of one length, got {source.size} and {target.size}.")

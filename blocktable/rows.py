@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.checks import (
     COUNT_LIMIT,
     bounded,
@@ -23,7 +24,7 @@ from blocktable.checks import (
 )
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, ConfigError, DtypeError, RowCapacityError, RowIndexError
-from blocktable.protocols import IntArray, Writes, ranges
+from blocktable.protocols import Writes, ranges
 
 BULK_SHARE, BULK_ENTRIES = 0.1, 1 << 16
 """Above this share of changed entries a commit sends all of an arena of at least so many (docs/performance.md)."""
@@ -173,7 +174,7 @@ class NumpyRows:
     def mirror(self) -> IntArray:
         return self._mirror
 
-    def watch(self) -> IntArray:
+    def live_mirror(self) -> IntArray:
         return self._mirror
 
     # Checks. Everything below runs before the first entry changes.

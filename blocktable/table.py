@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from blocktable.arrays import AnyArray, Array, IntArray
 from blocktable.batches import BatchChecks, SeqLens, StepPlan, require_tokens
 from blocktable.checking import CheckMode, check_mode, make_checker, plan_checking
 from blocktable.config import BlockTableConfig
@@ -20,18 +21,7 @@ from blocktable.inputs import Reading, read_each, read_step, torch_modes_off, wi
 from blocktable.metadata import Layouts, MetadataPlans, StepMetadata, lengths_of, make_metadata
 from blocktable.observer import Observation, ObservedCalls, Observer, OpenRecording, start_recording
 from blocktable.overlaps import refuse_overlaps
-from blocktable.protocols import (
-    STEP_INPUTS,
-    Array,
-    Backend,
-    Batch,
-    BlockStore,
-    IntArray,
-    SlotMapper,
-    Step,
-    StepBuffers,
-    no_writes,
-)
+from blocktable.protocols import STEP_INPUTS, Backend, Batch, BlockStore, SlotMapper, Step, StepBuffers, no_writes
 from blocktable.ranks import RankCalls
 from blocktable.registry import check_backend, get_backend
 from blocktable.streams import current_stream_getter, stream_handle, stream_owner
@@ -116,7 +106,7 @@ class BlockTable(RankCalls, ExportCalls):
         self.mapper: SlotMapper = self.backend.create_slot_mapper(self.store)
         self._checker = make_checker(self.check, config, self.backend, device, self.store, findings)
         if self._checker is not None:
-            self._rows = self._checker.watch(self._rows)
+            self._rows = self._checker.checked_rows(self._rows)
         self._committed = self._rows.committed
         self._views = BufferViews(config, self.store)
         self._exports = ExportSets(config, self.backend, device, self.store)
@@ -188,11 +178,11 @@ class BlockTable(RankCalls, ExportCalls):
     @without_torch_modes
     def gather(
         self,
-        idx_mapping: Array | None,
+        idx_mapping: AnyArray | None,
         num_reqs_padded: int | None = None,
         *,
         num_reqs: int | None = None,
-        num_computed_tokens: Array | None = None,
+        num_computed_tokens: AnyArray | None = None,
         out: StepBuffers | None = None,
         stream: Any = None,
     ) -> tuple[Array, ...]:
@@ -220,7 +210,7 @@ class BlockTable(RankCalls, ExportCalls):
         views = self._views.of(buffers)
         views.memory.refuse((("idx_mapping", idx_mapping), ("num_computed_tokens", num_computed_tokens)))
         handle = self._stream(stream, idx_mapping)
-        if batch.wants_tables:
+        if batch.needs_gather:
             if self._checker is not None:
                 self._checker.before_gather(batch, buffers, handle)
             self.store.gather(batch, buffers, stream=handle)
@@ -231,13 +221,13 @@ class BlockTable(RankCalls, ExportCalls):
     @without_torch_modes
     def compute_slot_mappings(
         self,
-        idx_mapping: Array | None,
-        query_start_loc: Array,
-        positions: Array,
+        idx_mapping: AnyArray | None,
+        query_start_loc: AnyArray,
+        positions: AnyArray,
         *,
         num_tokens_padded: int | None = None,
         groups: Sequence[int] | None = None,
-        out: StepBuffers | Sequence[Array] | None = None,
+        out: StepBuffers | Sequence[AnyArray] | None = None,
         stream: Any = None,
     ) -> tuple[Array, ...]:
         """Write the slot of every token for every group, and PAD from the last real token to the end of the buffer.
@@ -285,13 +275,13 @@ class BlockTable(RankCalls, ExportCalls):
 
     def step(
         self,
-        idx_mapping: Array | None,
-        query_start_loc: Array,
-        positions: Array,
+        idx_mapping: AnyArray | None,
+        query_start_loc: AnyArray,
+        positions: AnyArray,
         *,
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
-        num_computed_tokens: Array | None = None,
+        num_computed_tokens: AnyArray | None = None,
         out: StepBuffers | None = None,
         stream: Any = None,
     ) -> Step:
@@ -430,7 +420,7 @@ class BlockTable(RankCalls, ExportCalls):
         else:
             with torch_modes_off():
                 self._run_batch(plan.batch(arrays), self.buffers if out is None else out, handle)
-        if plan.wants_tables:
+        if plan.needs_gather:
             if plan.has_addresses:
                 views.held = (plan.num_reqs, addresses[0]), addresses[1]
             else:
@@ -451,7 +441,7 @@ class BlockTable(RankCalls, ExportCalls):
             return
         if self._rows.has_changes:
             self._commit(stream)
-        if batch.wants_tables:
+        if batch.needs_gather:
             self.store.gather(batch, buffers, stream=stream)
         self.mapper.compute_slot_mappings(batch, buffers.slot_mappings, stream=stream)
 
@@ -466,17 +456,17 @@ class BlockTable(RankCalls, ExportCalls):
     @without_torch_modes
     def step_metadata(
         self,
-        idx_mapping: Array | None,
-        query_start_loc: Array,
-        positions: Array,
-        seq_lens: Array | Sequence[Array],
+        idx_mapping: AnyArray | None,
+        query_start_loc: AnyArray,
+        positions: AnyArray,
+        seq_lens: AnyArray | Sequence[AnyArray],
         *,
         layouts: Layouts = None,
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
-        num_computed_tokens: Array | None = None,
+        num_computed_tokens: AnyArray | None = None,
         out: StepBuffers | None = None,
         stream: Any = None,
     ) -> StepMetadata:
@@ -501,7 +491,7 @@ class BlockTable(RankCalls, ExportCalls):
         if seq_lens is None:
             raise DtypeError("seq_lens must be an int32 array of num_reqs entries, got None.")
         exports, lens = self._metadata.plan(layouts, seq_lens)
-        if exports.families:
+        if exports.shared_exports:
             self._require("exports", "step_metadata() with layouts, or over ranks that share a group,")
         views = self._own_views if out is None else self._views.of(out)
         arrays = idx_mapping, num_computed_tokens, query_start_loc, positions
@@ -518,19 +508,19 @@ class BlockTable(RankCalls, ExportCalls):
             handle = self._stream(stream, positions)
             plan.exports = tuple(
                 self._plan_export(
-                    family.layout, family.groups, plan.batch(arrays, lengths_of(lens, family.groups[0])), out, handle
+                    shared.layout, shared.groups, plan.batch(arrays, lengths_of(lens, shared.groups[0])), out, handle
                 )
-                for family in exports.families
+                for shared in exports.shared_exports
             )
             if lens_reading[0] is not None:
                 views.keep_plan(key, plan)
         if lens_reading[2] != plan.lens_addresses or None in lens_reading[2]:
-            for planned, family in zip(plan.exports, exports.families, strict=True):
-                self._refuse_outputs(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])))
+            for planned, shared in zip(plan.exports, exports.shared_exports, strict=True):
+                self._refuse_outputs(planned, plan.batch(arrays, lengths_of(lens, shared.groups[0])))
             plan.lens_addresses = lens_reading[2]
         handle = self._run(plan, views, out, arrays, reading[2], stream)
-        for planned, family in zip(plan.exports, exports.families, strict=True):
-            self._run_export(planned, plan.batch(arrays, lengths_of(lens, family.groups[0])), handle)
+        for planned, shared in zip(plan.exports, exports.shared_exports, strict=True):
+            self._run_export(planned, plan.batch(arrays, lengths_of(lens, shared.groups[0])), handle)
         return make_metadata(
             exports,
             plan,

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from blocktable.arrays import Array
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, ConfigError, DtypeError
 from blocktable.inputs import torch_modes_off
 from blocktable.layouts import Layout
 from blocktable.overlaps import OutputMemory
-from blocktable.protocols import Array, Batch, BlockStore, Step, StepBuffers
+from blocktable.protocols import Batch, BlockStore, Step, StepBuffers
 from blocktable.streams import address_of
 
 if TYPE_CHECKING:  # a plan is made of the views

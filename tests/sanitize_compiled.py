@@ -22,10 +22,10 @@ FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-
 # A function that trusts its arrays, since only our own code calls it.
 PLANTED = """
 import numpy as np
-from blocktable_compiled.drop_in import append_equally
+from blocktable_compiled.drop_in import append_to_all_groups
 one, tables, journal = np.ones(1, np.int64), np.array([[4, 10_000, 1]]), np.zeros(8, np.int64)
 mirror = np.zeros(4 * 40_004 + 4, np.uint8)[{start}:][: 4 * 40_004].view(np.int32)
-append_equally(one, 9_000 * one, np.ones({ids}, np.int32), tables, 4, mirror, journal, journal)
+append_to_all_groups(one, 9_000 * one, np.ones({ids}, np.int32), tables, 4, mirror, journal, journal)
 print("no fault")
 """
 PLANTS = {

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import blocktable as bt
-from blocktable.protocols import IntArray
 from blocktable.rows import Journal
+from blocktable.typing import IntArray
 
 CONFIG = bt.BlockTableConfig(
     groups=[

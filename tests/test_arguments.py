@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
+from blocktable.backend import PROTOCOL_VERSION
 from blocktable.views import MAX_PLANS
 
 ROWS, COUNTS = np.array([0, 1]), np.array([1, 1])
@@ -125,7 +126,7 @@ def test_a_backend_may_ask_for_another_one(monkeypatch: pytest.MonkeyPatch) -> N
     """Rules: R23."""
 
     class Wrapper:
-        name, protocol_version, capabilities = "wrapper", bt.PROTOCOL_VERSION, frozenset[str]()
+        name, protocol_version, capabilities = "wrapper", PROTOCOL_VERSION, frozenset[str]()
 
         def __init__(self) -> None:
             self.inner = bt.get_backend("numpy")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from blocktable import PROTOCOL_VERSION
+from blocktable.backend import PROTOCOL_VERSION
 
 ONE_TEST = ["-k", "no_requests"]
 MUTANTS = Path(__file__).parent / "mutants"

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
+from blocktable.backend import Batch, Writes
 from blocktable.device import (
     INT32_MAX,
     SIGNATURES,
@@ -345,7 +346,7 @@ def test_host_arrays_are_read_at_every_step(variants: frozenset[str]) -> None:
     table.set_row(1, ([7, 9], [3]))
     table.commit()
     positions, memory = np.array([0]), cast(Any, table.store)
-    batch = bt.Batch(np.array([1], np.int32), np.array([0, 1], np.int32), positions, 1, 1, None, 1)
+    batch = Batch(np.array([1], np.int32), np.array([0, 1], np.int32), positions, 1, 1, None, 1)
     for position, slot in ((0, 28), (5, 37)):
         positions[0] = position
         memory.step(0, batch, table.buffers, stream=None)
@@ -451,7 +452,7 @@ def test_changes_beyond_the_largest_offset_are_cut(staged: str, monkeypatch: pyt
     values = np.arange(1, size + 1, dtype=np.int32)
     for offsets in (np.arange(0, size, 2), np.arange(1, size, 2)):
         changes = values[offsets]
-        memory.write(bt.Writes(CONFIG.arena, offsets, np.ones_like(changes), changes), stream=None)
+        memory.write(Writes(CONFIG.arena, offsets, np.ones_like(changes), changes), stream=None)
         changes[:] = -5  # the core's again
     assert driver.launches[first:] == ["apply_changes"] * 2 * -(-size // 50)
     assert table.backend.to_host(memory.arena).tolist() == values.tolist()
@@ -461,7 +462,7 @@ def test_changes_beyond_the_largest_offset_are_cut(staged: str, monkeypatch: pyt
 def test_a_commit_of_more_than_a_block_is_done_when_it_returns(staged: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its long ranges are copied as they are, the others scattered. Rules: R9.5."""
     monkeypatch.setenv("BLOCKTABLE_STAGING", staged)
-    monkeypatch.setattr(bt.Writes.split_long, "__defaults__", (100,))
+    monkeypatch.setattr(Writes.split_long, "__defaults__", (100,))
     table, driver = make()
     memory: Any = table.store
     size, first, stream = CONFIG.arena.size, len(driver.launches), driver.streams.create()
@@ -469,7 +470,7 @@ def test_a_commit_of_more_than_a_block_is_done_when_it_returns(staged: str, monk
     lengths = np.array([110, 2, size - 123], np.int32)
     values = np.arange(1, lengths.sum() + 1, dtype=np.int32)
     assert values.size > staging.steady_entries(CONFIG)
-    memory.write(bt.Writes(CONFIG.arena, offsets, lengths, values.copy()), stream=stream)
+    memory.write(Writes(CONFIG.arena, offsets, lengths, values.copy()), stream=stream)
     assert driver.streams.num_waiting == 0
     assert driver.launches[first:] == ["apply_changes"]
     expected = np.zeros(size, np.int32)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
+from blocktable.backend import GROUP_FIELDS, Batch, Writes
 from blocktable.device.emulation import EmulatedDriver, EmulatedKernel
 from blocktable.device.signatures import Grid, KernelOptions, signature_of
 from blocktable.device.store import DeviceStore
@@ -50,9 +51,9 @@ class NotingDriver(EmulatedDriver):
         return EmulatedKernel(self, name, 64, run)
 
 
-def one_request(driver: NotingDriver) -> bt.Batch:
+def one_request(driver: NotingDriver) -> Batch:
     row, starts, position = (driver.upload(np.array(values, np.int32)) for values in ([0], [0, 1], [0, 0]))
-    return bt.Batch(row, starts, position.view(np.int64), 1, 1, num_positions=1, seq_lens=row)
+    return Batch(row, starts, position.view(np.int64), 1, 1, num_positions=1, seq_lens=row)
 
 
 def check_memory(store: DeviceStore, out: Any) -> None:
@@ -110,7 +111,7 @@ def test_what_travels_by_value_is_never_shorter_than_its_kernel_takes(num_ranges
     assert store.lend(None).size >= 1000
     del sizes[:]
     offsets, lengths = np.arange(num_ranges) * 2, np.ones(num_ranges, np.int32)
-    store.write(bt.Writes(CONFIG.arena, offsets, lengths, lengths), stream=None)
+    store.write(Writes(CONFIG.arena, offsets, lengths, lengths), stream=None)
     assert driver.launched[-1][0] == "apply_changes_1000"
     assert min([*sizes, *(block.host.size for block in [next(store._changes.blocks)])]) >= 1000
 
@@ -130,16 +131,16 @@ def test_a_call_that_names_its_groups_reads_cross_groups_as_linear_ones(groups: 
         first, number = arguments["first_group"], arguments["num_groups"]
         assert [*range(first, first + number)] == [*chosen] or number == 1
         assert arguments["max_num_rows"] == 7
-        size = 5 * len(bt.GROUP_FIELDS)
+        size = 5 * len(GROUP_FIELDS)
         address = arguments["groups"]
         fields = np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(address)).reshape(5, -1)
-        mode = fields[3, bt.GROUP_FIELDS.index("slot_mode")]
+        mode = fields[3, GROUP_FIELDS.index("slot_mode")]
         assert mode == (2 if groups is None else 0)
 
 
 def test_fields_of_groups() -> None:
     """Rules: R5, R11, R13, R14."""
-    fields = {name: CONFIG.group_fields()[:, i].tolist() for i, name in enumerate(bt.GROUP_FIELDS)}
+    fields = {name: CONFIG.group_fields()[:, i].tolist() for i, name in enumerate(GROUP_FIELDS)}
     assert fields["filler"] == FILLERS
     assert fields["pad_slot_id"] == PADS
     assert fields["null_start"] == [0, 10, -1, 0, 0]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
+from blocktable.backend import CAPABILITIES, Backend, BlockStore, SlotMapper
 from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES, V2_DIFFERENCES
 from blocktable_vllm import settings
 
@@ -119,10 +120,10 @@ def test_every_method_of_a_table_is_in_the_contract() -> None:
 
 
 def test_capabilities_are_those_of_the_package() -> None:
-    assert table_after("docs/writing-a-backend.md", "capabilities") == bt.CAPABILITIES
+    assert table_after("docs/writing-a-backend.md", "capabilities") == CAPABILITIES
 
 
-@pytest.mark.parametrize("protocol", [bt.Backend, bt.BlockStore, bt.SlotMapper], ids=lambda protocol: protocol.__name__)
+@pytest.mark.parametrize("protocol", [Backend, BlockStore, SlotMapper], ids=lambda protocol: protocol.__name__)
 def test_protocols_are_those_of_the_package(protocol: type) -> None:
     classes = [
         node

@@ -25,9 +25,9 @@ import pytest
 from blocktable import BlockTableConfig, ConfigError, ContextParallel, KVCacheGroup
 from blocktable.config import SlotMode
 from blocktable.host_path import HostPath
-from blocktable.protocols import IntArray
 from blocktable.row_operations import RowOperations
 from blocktable.rows import NumpyRows
+from blocktable.typing import IntArray
 
 pytest.importorskip("blocktable_compiled.operations", reason="the compiled host path was not built")
 

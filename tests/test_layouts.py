@@ -11,12 +11,13 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import blocktable as bt
 from blocktable.layouts import KINDS
+from blocktable.typing import LayoutName
 
 ROOT = Path(__file__).parents[1]
 VLLM = bt.LAYOUTS["vllm_table"]
@@ -54,6 +55,10 @@ def config(block_size: int, kernel_block_size: int, max_model_len: int, **option
 
 def test_every_kind_has_a_layout() -> None:
     assert {layout.kind for layout in bt.LAYOUTS.values()} == set(KINDS)
+
+
+def test_the_hint_of_names_has_all_of_them() -> None:
+    assert get_args(LayoutName) == tuple(bt.LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", bt.LAYOUTS.values(), ids=lambda layout: layout.name)
@@ -263,7 +268,7 @@ def test_a_sharded_group_and_lookahead_are_counted() -> None:
     ],
 )
 def test_what_is_impossible_names_the_two_rules(
-    geometry: tuple[int, int, int], layouts: list[str], named: list[str]
+    geometry: tuple[int, int, int], layouts: list[LayoutName], named: list[str]
 ) -> None:
     with pytest.raises(bt.ConfigError) as raised:
         bt.plan_width(config(*geometry), layouts)
@@ -281,7 +286,7 @@ def test_fixed_capacities_clash_with_rounding_and_with_states() -> None:
     with pytest.raises(bt.ConfigError, match=r"R3.*aligned_state: 4 columns"):
         bt.plan_width(fixed, [states])
     with pytest.raises(bt.ConfigError, match="no layout 'nobody'"):
-        bt.plan_width(fixed, ["nobody"])
+        bt.plan_width(fixed, ["nobody"])  # type: ignore[list-item]
     with pytest.raises(bt.ConfigError, match="group 1 does not exist"):
         bt.plan_width(fixed, [VLLM], 1)
 

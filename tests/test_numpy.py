@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
+from blocktable.backend import Writes, compiled_step
 
 CONFIG = bt.BlockTableConfig(
     groups=[
@@ -61,12 +62,12 @@ def check_gather(
 def write(table: bt.BlockTable, offset: int, values: list[int]) -> None:
     """Write one range past the core."""
     table.store.write(
-        bt.Writes(CONFIG.arena, np.array([offset]), np.array([len(values)], np.int32), np.array(values, np.int32)),
+        Writes(CONFIG.arena, np.array([offset]), np.array([len(values)], np.int32), np.array(values, np.int32)),
         stream=None,
     )
 
 
-@pytest.mark.skipif(bt.compiled_step() is None, reason="the compiled host path was not built")
+@pytest.mark.skipif(compiled_step() is None, reason="the compiled host path was not built")
 def test_a_steady_step_copies_only_rows_that_changed() -> None:
     """A mark planted in a batch row stays there until its row changes, or until another row stands there.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import blocktable as bt
+from blocktable.backend import PROTOCOL_VERSION, Backend
 
 _numbers = itertools.count()
 
@@ -59,7 +60,7 @@ def test_numpy_enters_by_its_entry_point() -> None:
 def test_a_backend_is_loaded_once() -> None:
     backend = bt.get_backend("numpy")
     assert backend is bt.get_backend("numpy")
-    assert isinstance(backend, bt.Backend)
+    assert isinstance(backend, Backend)
     assert backend.name == "numpy"
 
 
@@ -104,7 +105,7 @@ def test_a_name_is_a_string(wrong: object) -> None:
 
 def test_another_protocol_version_is_refused_with_both_versions(install: Install) -> None:
     name = install(BACKEND.replace("protocol_version = 2", "protocol_version = 7"))
-    with pytest.raises(bt.BlockTableError, match=rf"version 7.*version {bt.PROTOCOL_VERSION}"):
+    with pytest.raises(bt.BlockTableError, match=rf"version 7.*version {PROTOCOL_VERSION}"):
         bt.get_backend(name)
 
 

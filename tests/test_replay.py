@@ -14,6 +14,7 @@ import pytest
 
 import blocktable as bt
 from blocktable import cli
+from blocktable.backend import Batch, Writes
 from blocktable_numpy import NumpyBackend, NumpyBlockStore, NumpySlotMapper
 from blocktable_replay import synthetic
 from blocktable_replay.lane import Lane
@@ -182,7 +183,7 @@ class OffByOne(NumpyBackend):
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
             def compute_slot_mappings(
-                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+                self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
             ) -> None:
                 super().compute_slot_mappings(batch, out, stream=stream)
                 for slots in out:
@@ -199,7 +200,7 @@ class NoPadding(NumpyBackend):
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
             def compute_slot_mappings(
-                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+                self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
             ) -> None:
                 before = [slots.copy() for slots in out]
                 super().compute_slot_mappings(batch, out, stream=stream)
@@ -217,7 +218,7 @@ class StaleTail(NumpyBackend):
     def create_block_store(self, config: bt.BlockTableConfig, device: Any = None) -> NumpyBlockStore:
         class Store(NumpyBlockStore):
             def gather(
-                self, batch: bt.Batch, out: bt.StepBuffers, *, stream: int | None, groups: Sequence[int] | None = None
+                self, batch: Batch, out: bt.StepBuffers, *, stream: int | None, groups: Sequence[int] | None = None
             ) -> None:
                 before = [table.copy() for table in out.block_tables]
                 super().gather(batch, out, stream=stream)
@@ -234,10 +235,10 @@ class LostWrite(NumpyBackend):
 
     def create_block_store(self, config: bt.BlockTableConfig, device: Any = None) -> NumpyBlockStore:
         class Store(NumpyBlockStore):
-            def write(self, writes: bt.Writes, *, stream: int | None, groups: Sequence[int] | None = None) -> None:
+            def write(self, writes: Writes, *, stream: int | None, groups: Sequence[int] | None = None) -> None:
                 if writes.offsets.size > 3:
                     kept = int(writes.lengths[:-1].sum())
-                    writes = bt.Writes(writes.arena, writes.offsets[:-1], writes.lengths[:-1], writes.values[:kept])
+                    writes = Writes(writes.arena, writes.offsets[:-1], writes.lengths[:-1], writes.values[:kept])
                 super().write(writes, stream=stream)
 
         return Store(config)
@@ -251,7 +252,7 @@ class Raises(NumpyBackend):
     def create_slot_mapper(self, store: NumpyBlockStore) -> NumpySlotMapper:
         class Mapper(NumpySlotMapper):
             def compute_slot_mappings(
-                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+                self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
             ) -> None:
                 raise RuntimeError("the launch failed")
 

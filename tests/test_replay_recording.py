@@ -20,6 +20,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import blocktable as bt
 from blocktable import cli
+from blocktable.backend import Batch
 from blocktable.observer import OBSERVED_CALLS, OpenRecording
 from blocktable_conformance import profiles
 from blocktable_conformance.oracle import OracleTable, Refused
@@ -100,7 +101,7 @@ class Wrong(NumpyBackend):
             calls = 0
 
             def compute_slot_mappings(
-                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+                self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
             ) -> None:
                 super().compute_slot_mappings(batch, out, stream=stream)
                 self.calls += 1
@@ -141,7 +142,7 @@ def one_call(table: bt.BlockTable, chance: random.Random, more: bt.StepBuffers) 
     choices: list[Any] = [
         lambda: table.append_row(row, ([5, 6], [7], *rest)),
         lambda: table.set_row(row, [None, np.array([2, 4], np.int32), *rest]),
-        lambda: table.set_row(row, [np.empty(0), np.array([6, 5, 7]), *rest]),
+        lambda: table.set_row(row, [np.empty(0, np.int64), np.array([6, 5, 7]), *rest]),
         lambda: table.clear_row(row),
         lambda: table.move_row(row, other),
         lambda: table.swap_rows(a=other, b=row),
@@ -167,7 +168,7 @@ def one_call(table: bt.BlockTable, chance: random.Random, more: bt.StepBuffers) 
         lambda: table.gather(np.array(rows, np.int32), 6),
         lambda: table.gather(None, num_reqs=6, num_computed_tokens=np.arange(6, dtype=np.int32)),
         lambda: table.clear() if chance.random() < 0.5 else table.invalidate(),
-        lambda: table.set_row(other, "no ids"),
+        lambda: table.set_row(other, "no ids"),  # type: ignore[arg-type]
         lambda: make_slots(table, chance, rows),
         lambda: make_step(table, chance, rows, more),
         lambda: make_step(table, chance, rows, None),
@@ -309,8 +310,8 @@ REFUSED: dict[str, Callable[[bt.BlockTable], object]] = {
         INT32_0, STARTS, POSITIONS, out=bt.BlockTable(CONFIG, "numpy").create_buffers()
     ),
     "a strided array": lambda table: table.gather(np.zeros(4, np.int32)[::2]),
-    "a list": lambda table: table.step(INT32_0, STARTS, [0]),
-    "a memoryview": lambda table: table.step(INT32_0, STARTS, memoryview(b"ab")),
+    "a list": lambda table: table.step(INT32_0, STARTS, [0]),  # type: ignore[arg-type]
+    "a memoryview": lambda table: table.step(INT32_0, STARTS, memoryview(b"ab")),  # type: ignore[arg-type]
     "an int above 64 bits in a list": lambda table: table.clear_rows([2**70]),
 }
 
@@ -412,7 +413,7 @@ class Overzealous(NumpyBackend):
             last: Sequence[Any]
 
             def compute_slot_mappings(
-                self, batch: bt.Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
+                self, batch: Batch, out: Sequence[Any], *, stream: int | None, groups: Sequence[int] | None = None
             ) -> None:
                 super().compute_slot_mappings(batch, out, stream=stream, groups=groups)
                 if groups is None:

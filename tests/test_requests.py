@@ -249,7 +249,8 @@ def test_a_batch_of_which_a_part_is_refused_changes_nothing(batch: list[str], er
         requests.sync_batch(batch, [[1, 5], [9], list(range(1, 18))])
     with pytest.raises(bt.ArgumentError, match="each of the 3 requests, got 1"):
         requests.sync_batch(batch, [[1, 5]])
-    for ids in ([[1, 2], [3]], 7, [1.5], {1: 2}, [NUM_BLOCKS], [1, True]):
+    wrong: list[Any] = [[[1, 2], [3]], 7, [1.5], {1: 2}, [NUM_BLOCKS], [1, True]]
+    for ids in wrong:
         with pytest.raises(bt.BlockTableError):
             requests.sync("a", ids)
     assert (held(requests, "a"), held(requests, "b"), requests.num_free_rows) == ([[1]], [[2, 3]], 2)

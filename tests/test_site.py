@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import runpy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import blocktable as bt
-from blocktable import device
+from blocktable import backend, device, observer, typing
 
 ROOT = Path(__file__).parents[1]
 SPEC = (ROOT / "docs/spec.md").read_text()
@@ -28,10 +29,14 @@ def documented() -> list[str]:
 
 
 def test_every_public_name_stands_in_the_reference_once() -> None:
-    shared = {"address_of", "stream_handle"}  # of both modules
-    ours = [f"blocktable.{name}" for name in bt.__all__]
-    ours += [f"blocktable.device.{name}" for name in device.__all__ if name not in shared]
+    public = bt, backend, device, observer, typing
+    ours = [f"{module.__name__}.{name}" for module in public for name in module.__all__]
     assert sorted(documented()) == sorted(ours)
+
+
+def test_a_public_name_has_one_home() -> None:
+    homes = Counter(name for module in (bt, backend, device, observer, typing) for name in module.__all__)
+    assert [name for name, count in homes.items() if count > 1] == []
 
 
 def test_help_says_where_the_rules_are() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import blocktable as bt
+from blocktable.backend import Batch
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-torch")
 
@@ -81,7 +82,7 @@ def test_steps_wait_for_nothing(table: bt.BlockTable) -> None:
         positions=[3, 1, 2, 9],
         num_computed_tokens=[0, 1, 9],
     )
-    batch = bt.Batch(num_reqs=3, num_reqs_padded=4, num_positions=4, **given)
+    batch = Batch(num_reqs=3, num_reqs_padded=4, num_positions=4, **given)
     with Watching() as watching:
         table.store.gather(batch, table.buffers, stream=None)
         table.mapper.compute_slot_mappings(batch, table.buffers.slot_mappings, stream=None)
@@ -106,7 +107,7 @@ def test_exports_wait_for_nothing(table: bt.BlockTable, kind: str) -> None:
     given = tensors(
         table, idx_mapping=[2, -1, 0], query_start_loc=[0, 1, 1, 4], num_computed_tokens=[0, 1, 9], seq_lens=[3, 1, 9]
     )
-    batch = bt.Batch(num_reqs=3, num_reqs_padded=4, positions=None, **given)
+    batch = Batch(num_reqs=3, num_reqs_padded=4, positions=None, **given)
     with Watching() as watching:
         table.store.export(layout, batch, out, stream=None)  # type: ignore[attr-defined]
     assert watching.seen

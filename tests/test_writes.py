@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blocktable import BlockTable, BlockTableConfig, KVCacheGroup, Writes, ranges
+from blocktable import BlockTable, BlockTableConfig, KVCacheGroup
+from blocktable.backend import Writes, ranges
 from blocktable.device.staging import steady_entries
 from blocktable.rows import NumpyRows
 

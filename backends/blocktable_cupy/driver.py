@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import Array, DtypeError
+from blocktable import DtypeError
+from blocktable.backend import address_of
 from blocktable.device import (
     CHECK_KERNELS,
     EXPORT_KERNELS,
@@ -28,9 +29,9 @@ from blocktable.device import (
     HostBlock,
     KernelArguments,
     KernelOptions,
-    address_of,
     signature_of,
 )
+from blocktable.typing import Array
 
 IntArray = np.ndarray[Any, Any]
 

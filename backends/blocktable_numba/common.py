@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda, types
 from numba.cuda.core import config
 
-from blocktable import GROUP_FIELDS
+from blocktable.backend import GROUP_FIELDS
 
 # What the table's groups need (`KernelOptions.features`): the driver replaces these in a copy of a kernel.
 HAS_SHARDS = True

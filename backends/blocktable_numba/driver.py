@@ -18,7 +18,8 @@ from cuda.bindings import driver
 from cuda.core.utils import StridedMemoryView
 from numba import cuda, types
 
-from blocktable import Array, BlockTableError, DtypeError
+from blocktable import BlockTableError, DtypeError
+from blocktable.backend import address_of
 from blocktable.device import (
     FEATURES,
     INT32_MAX,
@@ -29,9 +30,9 @@ from blocktable.device import (
     HostBlock,
     KernelArguments,
     KernelOptions,
-    address_of,
     signature_of,
 )
+from blocktable.typing import Array
 from blocktable_numba import checks, common, exports, kernels
 
 TILE = 128

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import PROTOCOL_VERSION, ArgumentError, BlockTableConfig, compiled_step
+from blocktable import ArgumentError, BlockTableConfig
+from blocktable.backend import PROTOCOL_VERSION, compiled_step
 from blocktable_numpy.block_store import NumpyBlockStore
 from blocktable_numpy.fused import FusedNumpyStore
 from blocktable_numpy.slot_mapper import NumpySlotMapper

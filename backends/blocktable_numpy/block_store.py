@@ -7,17 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import (
-    Arena,
-    ArgumentError,
-    Batch,
-    BlockTableConfig,
-    ExportBuffers,
-    KVCacheGroup,
-    Layout,
-    StepBuffers,
-    Writes,
-)
+from blocktable import ArgumentError, BlockTableConfig, ExportBuffers, KVCacheGroup, Layout, StepBuffers
+from blocktable.backend import Arena, Batch, Writes
 from blocktable_numpy.checks import Checks
 from blocktable_numpy.exports import (
     clear_inverse_map,

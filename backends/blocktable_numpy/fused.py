@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import Batch, BlockTableConfig, StepBuffers, Writes
+from blocktable import BlockTableConfig, StepBuffers
+from blocktable.backend import Batch, Writes
 from blocktable_numpy.block_store import NumpyBlockStore, NumpyBuffers
 from blocktable_numpy.kernels import Ints
 
@@ -29,7 +30,7 @@ class FusedNumpyStore(NumpyBlockStore):
 
     Args:
         config: the geometry.
-        make_step: what `blocktable.compiled_step` returned.
+        make_step: what `blocktable.backend.compiled_step` returned.
     """
 
     def __init__(self, config: BlockTableConfig, make_step: Callable[..., Any]) -> None:

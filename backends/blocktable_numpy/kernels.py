@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import ranges
+from blocktable.backend import ranges
 
 Ints = npt.NDArray[Any]
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blocktable import Batch, ContextParallel, KVCacheGroup
+from blocktable import ContextParallel, KVCacheGroup
+from blocktable.backend import Batch
 from blocktable_numpy.block_store import NumpyBlockStore, host_array
 from blocktable_numpy.checks import check_requests, check_tokens
 from blocktable_numpy.kernels import map_slots
@@ -48,7 +49,7 @@ class NumpySlotMapper:
         key = None if groups is None else tuple(groups)
         if key not in self._plans:
             self._plans[key] = self._make_plan(key)
-        families, without_slots = self._plans[key]
+        by_geometry, without_slots = self._plans[key]
         idx_mapping = self.store.rows_of(batch)
         query_start_loc, positions = host_array(batch.query_start_loc), host_array(batch.positions)
         checks = self.store.checks
@@ -58,9 +59,9 @@ class NumpySlotMapper:
             given = idx_mapping if batch.idx_mapping is None else host_array(batch.idx_mapping).astype(np.int64)
             checked = {"look": partial(check_tokens, checks=checks), "rows": given}
         groups_at_once = max(1, MAX_ENTRIES // max(1, positions.size))
-        for geometry, family in families.items():
-            for first in range(0, len(family), groups_at_once):
-                members = family[first : first + groups_at_once]
+        for geometry, alike in by_geometry.items():
+            for first in range(0, len(alike), groups_at_once):
+                members = alike[first : first + groups_at_once]
                 map_slots(
                     idx_mapping,
                     query_start_loc,
@@ -79,15 +80,15 @@ class NumpySlotMapper:
     def _make_plan(self, named: tuple[int, ...] | None) -> Plan:
         """Put the groups of a call together by geometry. named: those that the caller names; None: all."""
         config = self.store.config
-        families: dict[Geometry, list[tuple[int, int]]] = {}
+        by_geometry: dict[Geometry, list[tuple[int, int]]] = {}
         without_slots: list[tuple[int, int]] = []
         for place, index in enumerate(range(len(config.groups)) if named is None else named):
             group = config.groups[index]
             if group.slot_mode == "none" or (group.slot_mode == "cross" and named is None):
                 without_slots.append((index, place))
             else:
-                families.setdefault(_geometry(group, config.context_parallel), []).append((index, place))
-        return families, without_slots
+                by_geometry.setdefault(_geometry(group, config.context_parallel), []).append((index, place))
+        return by_geometry, without_slots
 
 
 def _geometry(group: KVCacheGroup, shard: ContextParallel) -> Geometry:

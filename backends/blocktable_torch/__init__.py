@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import PROTOCOL_VERSION, ArgumentError, BlockTableConfig
+from blocktable import ArgumentError, BlockTableConfig
+from blocktable.backend import PROTOCOL_VERSION
 
 DEVICE_VARIABLE = "BLOCKTABLE_TORCH_DEVICE"
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from blocktable import Batch, ExportBuffers, Layout
+from blocktable import ExportBuffers, Layout
+from blocktable.backend import Batch
 
 CSR_KINDS = ("csr", "token_csr", "block_requests")
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktable import Batch, BlockTableConfig, ExportBuffers, KVCacheGroup, Layout, StepBuffers, Writes, ranges
+from blocktable import BlockTableConfig, ExportBuffers, KVCacheGroup, Layout, StepBuffers
+from blocktable.backend import Batch, Writes, ranges
 from blocktable.device import StreamOrder, refuse_capture
 from blocktable_torch.exports import ExportCall
 from blocktable_torch.memory import Memory

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from blocktable import GROUP_FIELDS
+from blocktable.backend import GROUP_FIELDS
 from blocktable.device import FEATURES as _FEATURES
 from blocktable.device import INT32_MAX as _INT32_MAX
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from blocktable import Array, DtypeError
+from blocktable import DtypeError
+from blocktable.backend import address_of
 from blocktable.device import (
     FEATURES,
     SIGNATURES,
@@ -21,9 +22,9 @@ from blocktable.device import (
     Grid,
     HostBlock,
     KernelOptions,
-    address_of,
     signature_of,
 )
+from blocktable.typing import Array
 from blocktable_triton import exports, kernels
 
 MAX_GATHER_PARTS = 1 << 12

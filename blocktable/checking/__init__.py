@@ -23,7 +23,8 @@ class Checker(Protocol):
     """What a table tells of its calls, before anything of them reaches the device.
 
     It holds no reference to the table. Every `before_...` may raise `CheckError`, and then the call has done nothing.
-    Arguments are those of the call after their own checks. It sees row operations as the rows that `watch` returns.
+    Arguments are those of the call after their own checks. It sees row operations as the rows that `checked_rows`
+    returns.
 
     Attributes:
         findings: what it has found.
@@ -31,7 +32,7 @@ class Checker(Protocol):
 
     findings: Findings
 
-    def watch(self, rows: HostPath) -> HostPath:
+    def checked_rows(self, rows: HostPath) -> HostPath:
         """Return rows that do what `rows` do, and tell the checker."""
 
     def before_commit(self, stream: int | None) -> None:
@@ -46,7 +47,7 @@ class Checker(Protocol):
         """Slots are about to be computed as of the last commit. groups: those that are named; None: all."""
 
     def before_step(self, batch: Batch, num_tokens_padded: int | None, out: StepBuffers, stream: int | None) -> None:
-        """A commit, a gather where `batch.wants_tables`, and the slots of all groups are about to come, as one step."""
+        """A commit, a gather where `batch.needs_gather`, and the slots of all groups are about to come, as one step."""
 
     def before_export(
         self,

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import BlockTableConfig
 from blocktable.findings import Finding
-from blocktable.protocols import IntArray
 
 
 class StartsCheck(NamedTuple):

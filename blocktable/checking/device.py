@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.check_plan import DEVICE_KINDS, MAX_INT32, MAX_RECORDS, RECORD, REQUEST_KINDS, CheckPlan
 from blocktable.checking.calls import StartsCheck, check_starts
 from blocktable.checking.pools import Holders, Pool
@@ -18,7 +19,7 @@ from blocktable.errors import ConfigError
 from blocktable.findings import Finding, Findings
 from blocktable.host_path import Difference, HostPath
 from blocktable.layouts import Layout
-from blocktable.protocols import Array, Backend, Batch, BlockStore, ExportBuffers, IntArray, StepBuffers
+from blocktable.protocols import Backend, Batch, BlockStore, ExportBuffers, StepBuffers
 
 
 def plan_checks(config: BlockTableConfig, findings: Findings) -> CheckPlan:
@@ -273,9 +274,9 @@ class DeviceChecker:
 
     # What the table tells.
 
-    def watch(self, rows: HostPath) -> HostPath:
+    def checked_rows(self, rows: HostPath) -> HostPath:
         self._rows = rows
-        self._mirror = rows.watch()
+        self._mirror = rows.live_mirror()
         self.lives.attach(self._mirror, rows.journal)
         return cast(HostPath, CheckedRows(rows, self))
 

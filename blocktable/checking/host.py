@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.checking.calls import StartsCheck, check_starts, find_unset_rows
 from blocktable.checking.lives import UNMARKED, RowLives
 from blocktable.checking.pools import Holders
 from blocktable.checking.rows import CheckedRows
-from blocktable.checking.tokens import GroupTokens, Places, Tokens, make_tokens, runs
+from blocktable.checking.tokens import GroupTokens, LocatedTokens, Tokens, make_tokens, runs
 from blocktable.checking.written import GroupFinder
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ArgumentError, BlockTableError
@@ -20,16 +21,7 @@ from blocktable.findings import Finding, Findings
 from blocktable.host_exports import check_capacity
 from blocktable.host_path import Difference, HostPath
 from blocktable.layouts import Layout
-from blocktable.protocols import (
-    Array,
-    Backend,
-    Batch,
-    BlockStore,
-    ExportBuffers,
-    IntArray,
-    StepBuffers,
-    no_writes,
-)
+from blocktable.protocols import Backend, Batch, BlockStore, ExportBuffers, StepBuffers, no_writes
 
 MAX_MARK = 1 << 62
 """Marks stay below, so that nothing added to one passes 64 bits."""
@@ -80,7 +72,7 @@ class HostChecker:
 
     # What the table tells.
 
-    def watch(self, rows: HostPath) -> HostPath:
+    def checked_rows(self, rows: HostPath) -> HostPath:
         self._rows = rows
         self._quick = self._make_quick(getattr(rows, "token_check", None))
         return cast(HostPath, CheckedRows(rows, self))
@@ -195,7 +187,7 @@ class HostChecker:
         self.findings.add([Finding("stale_batch", message, self.num_commits, group=groups[0])])
 
     def _note_batch(self, batch: Batch, out: StepBuffers) -> None:
-        if batch.wants_tables:
+        if batch.needs_gather:
             self._batches[out] = self._batch_values(batch)
 
     def _batch_values(self, batch: Batch) -> tuple[Any, ...]:
@@ -233,11 +225,11 @@ class HostChecker:
             unset_rows = np.array([request for _, request in unset])
             tokens = tokens.part(~np.isin(tokens.request, unset_rows))
         found += self._find_gaps(tokens, starts, chosen)
-        written: list[tuple[Any, Places]] = []
+        written: list[tuple[Any, LocatedTokens]] = []
         for group in chosen:
-            places = self._groups[group].places(tokens)
-            found += self._finders[group].find(places, runs(places), self.num_commits)
-            written.append((group, places))
+            located = self._groups[group].locate(tokens)
+            found += self._finders[group].find(located, runs(located), self.num_commits)
+            written.append((group, located))
         if found:
             self.findings.add(found)
         self._note_written(tokens, written)
@@ -269,11 +261,11 @@ class HostChecker:
             found.append(Finding("position_gap", message, self.num_commits, row=row, position=position))
         return found
 
-    def _note_written(self, tokens: Tokens, written: list[tuple[Any, Places]]) -> None:
+    def _note_written(self, tokens: Tokens, written: list[tuple[Any, LocatedTokens]]) -> None:
         if not tokens.row.size:
             return
-        for group, places in written:
-            self._finders[group].note_writers(places)
+        for group, located in written:
+            self._finders[group].note_writers(located)
         if tokens.is_single:
             rows, ends = tokens.row, tokens.position
         else:

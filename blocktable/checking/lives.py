@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import BlockTableConfig
-from blocktable.protocols import IntArray
 
 UNMARKED = np.iinfo(np.int64).max
 """The mark of a row whose next tokens may have any position."""

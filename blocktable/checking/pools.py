@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import BlockTableConfig
 from blocktable.host_path import Difference, HostPath, difference
-from blocktable.protocols import IntArray
 
 DENSE_BLOCKS = 1 << 22
 """Blocks of the largest pool that has room for each of its ids; 36 bytes a block, taken when they are touched."""
@@ -52,10 +52,10 @@ class Pool:
         """Return where blocks stand in the arrays. ids: integers from 0 on, of any shape."""
         if self.is_dense:
             return ids
-        places: IntArray = (self._pages[ids >> PAGE_BITS].astype(np.int64) << PAGE_BITS) + (
+        indexes: IntArray = (self._pages[ids >> PAGE_BITS].astype(np.int64) << PAGE_BITS) + (
             ids & ((1 << PAGE_BITS) - 1)
         )
-        return places
+        return indexes
 
     def hand_in(self, ids: IntArray) -> bool:
         """Note blocks that a row operation hands in; return whether any of them may be in a row already."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from blocktable.arrays import IntArray
 from blocktable.checking.calls import number
 from blocktable.config import BlockTableConfig
-from blocktable.protocols import IntArray
 
 Clause = Literal["slot", "padding", "negative", "other_rank", "not_held", "null_block", "no_slots"]
 

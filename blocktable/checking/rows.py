@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.checking.lives import RowLives
 from blocktable.config import BlockTableConfig
 from blocktable.findings import Finding, Findings
 from blocktable.host_path import HostPath
 from blocktable.inspection import position_of
-from blocktable.protocols import IntArray, ranges
+from blocktable.protocols import ranges
 
 
 class RowWatcher(Protocol):
@@ -54,13 +55,13 @@ class Held(NamedTuple):
 
     Attributes:
         rows: rows.
-        places: place of each block in its row, in manager blocks.
+        block_indexes: place of each block in its row, in manager blocks.
         ids: manager blocks, never the null block.
         is_new: [n] bool. Whether the operation hands the block in.
     """
 
     rows: IntArray
-    places: IntArray
+    block_indexes: IntArray
     ids: IntArray
     is_new: IntArray
 
@@ -103,10 +104,10 @@ class CheckedRows:
     def _append(self, rows: IntArray, block_ids: Any, counts: Any, call: Callable[[], None]) -> None:
         ids, blocks = self._rows.check_blocks(rows, block_ids, counts, is_append=True)
         self._watcher.on_row_call()
-        for group, given, owners, places in self._given(ids, blocks):
+        for group, given, owners, block_indexes in self._given(ids, blocks):
             if group in self._with_distinct and given.size:
                 held = self._rows.filled[group, rows] // self._expansion(group)
-                new = Held(rows[owners], places + held[owners], given, np.ones(given.size, np.bool_))
+                new = Held(rows[owners], block_indexes + held[owners], given, np.ones(given.size, np.bool_))
                 self._refuse_twice(group, rows, new, None)
         call()
 
@@ -125,17 +126,17 @@ class CheckedRows:
         self._watcher.on_row_call()
         differs, goes_on = np.zeros((2, rows.size), np.bool_)
         first_group = np.zeros(rows.size, np.int64)
-        for group, given, owners, places in self._given(ids, blocks):
+        for group, given, owners, block_indexes in self._given(ids, blocks):
             if group in self._with_slots:
                 old = self._first_blocks(group, rows)
                 new = np.full(rows.size, self._nulls[group])
-                new[owners[places == 0]] = given[places == 0]
+                new[owners[block_indexes == 0]] = given[block_indexes == 0]
                 is_held = (old != self._nulls[group]) & (new != self._nulls[group])
                 first_group[is_held & (old != new) & ~differs] = group
                 differs |= is_held & (old != new)
                 goes_on |= is_held & (old == new)
             if group in self._with_distinct and given.size:
-                new_ids = Held(rows[owners], places, given, np.ones(given.size, np.bool_))
+                new_ids = Held(rows[owners], block_indexes, given, np.ones(given.size, np.bool_))
                 self._refuse_twice(group, rows[:0], new_ids, None)
         if differs.any() and not self._watcher.config.stale_rows:
             self._note_live_rows(rows[differs], first_group[differs])
@@ -148,9 +149,9 @@ class CheckedRows:
         self._watcher.on_row_call()
         if group in self._with_distinct and ids.size:
             owners = np.repeat(np.arange(rows.size), blocks)
-            places = ranges(starts, blocks)
+            block_indexes = ranges(starts, blocks)
             stops = starts + blocks
-            new = Held(rows[owners], places, ids, np.ones(ids.size, np.bool_))
+            new = Held(rows[owners], block_indexes, ids, np.ones(ids.size, np.bool_))
             self._refuse_twice(group, rows, new, lambda row, place: (place >= starts[row]) & (place < stops[row]))
         self._rows.replace(rows, group, starts, ids, None if counts is None else blocks)
         self._lives.unmark(rows[blocks > 0])
@@ -169,7 +170,7 @@ class CheckedRows:
             if group in self._with_distinct:
                 is_block = ids != self._nulls[group]
                 self._watcher.hand_in(group, ids[found & is_block])
-                self._report_twice(group, Held(*(a[is_block] for a in (held.rows, held.places, ids, found))))
+                self._report_twice(group, Held(*(a[is_block] for a in (held.rows, held.block_indexes, ids, found))))
         self._rows.remap(group, old, new)
         self._lives.unmark(np.unique(held.rows[found]))
         is_block = found & (ids != self._nulls[group])
@@ -208,7 +209,7 @@ class CheckedRows:
 
     def exchange(self, entries: IntArray, values: IntArray) -> None:
         """Another table's changes: its own checker looks at them. They stand for copies, as `replace` does."""
-        groups, rows, _ = self._watcher.config.arena.places(entries)
+        groups, rows, _ = self._watcher.config.arena.coordinates(entries)
         changed = np.unique(rows)
         self._watcher.on_row_call()
         before = [self._first_blocks(group, changed) for group in self._with_slots]
@@ -250,10 +251,10 @@ class CheckedRows:
     def _held(self, group: int, rows: IntArray) -> Held:
         """Return the blocks that rows hold now, holes left out."""
         held = (self._rows.filled[group, rows] // self._expansion(group)).astype(np.int64)
-        owners, places = np.repeat(rows, held), ranges(np.zeros_like(held), held)
-        ids = (self._table(group)[owners, places] // self._expansion(group)).astype(np.int64)
+        owners, block_indexes = np.repeat(rows, held), ranges(np.zeros_like(held), held)
+        ids = (self._table(group)[owners, block_indexes] // self._expansion(group)).astype(np.int64)
         is_block = ids != self._nulls[group]
-        return Held(owners[is_block], places[is_block], ids[is_block], np.zeros(int(is_block.sum()), np.bool_))
+        return Held(owners[is_block], block_indexes[is_block], ids[is_block], np.zeros(int(is_block.sum()), np.bool_))
 
     def _given(self, ids: IntArray, blocks: IntArray) -> Any:
         """Yield, for each group, (group, ids, index of the row of each, its place among those of its row)."""
@@ -284,24 +285,29 @@ class CheckedRows:
             stays = np.isin(old.ids, new.ids)
             if stays.any() and is_replaced is not None:
                 index = np.argsort(rows)[np.searchsorted(np.sort(rows), old.rows)]
-                stays &= ~is_replaced(index, old.places)
+                stays &= ~is_replaced(index, old.block_indexes)
             if stays.any():
                 new = Held(*(np.concatenate((a[stays], b)) for a, b in zip(old, new, strict=True)))
         self._report_twice(group, new)
 
     def _report_twice(self, group: int, blocks: Held) -> None:
         """Report, of each row, the first place of a block that stands twice there and is handed in."""
-        order = np.lexsort((blocks.places, blocks.ids, blocks.rows))
-        rows, places, ids, is_new = (array[order] for array in blocks)
+        order = np.lexsort((blocks.block_indexes, blocks.ids, blocks.rows))
+        rows, block_indexes, ids, is_new = (array[order] for array in blocks)
         twice = np.flatnonzero((rows[1:] == rows[:-1]) & (ids[1:] == ids[:-1]) & (is_new[1:] | is_new[:-1])) + 1
         if not twice.size:
             return
-        twice = twice[np.lexsort((places[twice], rows[twice]))]
+        twice = twice[np.lexsort((block_indexes[twice], rows[twice]))]
         chosen = twice[np.unique(rows[twice], return_index=True)[1]]
         size = self._watcher.config.groups[group].block_size
         found = []
         for place in chosen.tolist():
-            row, block, first, second = int(rows[place]), int(ids[place]), int(places[place - 1]), int(places[place])
+            row, block, first, second = (
+                int(rows[place]),
+                int(ids[place]),
+                int(block_indexes[place - 1]),
+                int(block_indexes[place]),
+            )
             position, earlier = (position_of(self._watcher.config, group, index * size) for index in (second, first))
             message = (
                 f"duplicate_block: block {block} comes a second time into row {row} of group {group}, as its block "

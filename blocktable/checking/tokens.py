@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.config import BlockTableConfig, KVCacheGroup
-from blocktable.protocols import IntArray
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ def make_tokens(mapping: IntArray | None, starts: IntArray, positions: IntArray,
     return tokens if is_real.all() else tokens.part(is_real)
 
 
-class Places(NamedTuple):
+class LocatedTokens(NamedTuple):
     """Where tokens lie in one group.
 
     Attributes:
@@ -108,12 +108,12 @@ class Written(NamedTuple):
     """What some tokens of a group write into.
 
     Attributes:
-        places: of the tokens, which all have an entry that is not missing.
+        located: of the tokens, which all have an entry that is not missing.
         block: [T] integers. Manager block.
         slot: [T] int64.
     """
 
-    places: Places
+    located: LocatedTokens
     block: IntArray
     slot: IntArray
 
@@ -130,24 +130,24 @@ class GroupTokens:
     def __init__(self, config: BlockTableConfig, group: int, arena: IntArray) -> None:
         self._geometry: KVCacheGroup = config.groups[group]
         self._shard = config.context_parallel
-        self._is_shared_out = self._geometry.is_sharded and self._shard.world_size > 1
+        self._is_split_over_ranks = self._geometry.is_sharded and self._shard.world_size > 1
         self._filled = config.arena.view(arena, -1)[group]
         table = config.arena.view(arena, group)
         self._table, self._width = table.reshape(-1), table.shape[1]
 
     def owned(self, tokens: Tokens) -> Tokens:
         """Return the tokens that this rank owns."""
-        if not self._is_shared_out:
+        if not self._is_split_over_ranks:
             return tokens
         size = self._shard.interleave_size
         mine = tokens.position // size % self._shard.world_size == self._shard.rank
         return tokens if mine.all() else tokens.part(mine)
 
-    def places(self, tokens: Tokens) -> Places:
+    def locate(self, tokens: Tokens) -> LocatedTokens:
         """Return where tokens lie, those of other ranks and overwritten ones left out."""
         tokens = self.owned(tokens)
         local, held, geometry = tokens.position, self._filled[tokens.row], self._geometry
-        if self._is_shared_out:
+        if self._is_split_over_ranks:
             size = self._shard.interleave_size
             local = local // (self._shard.world_size * size) * size + local % size
         elif geometry.slot_mode == "ring":
@@ -156,16 +156,16 @@ class GroupTokens:
             if not stays.all():
                 tokens, local, held, capacity = tokens.part(stays), local[stays], held[stays], capacity[stays]
             local = np.where(capacity > 0, local % np.maximum(capacity, 1), local)
-        return Places(tokens, local, _divide(local, geometry.tokens_per_column), held)
+        return LocatedTokens(tokens, local, _divide(local, geometry.tokens_per_column), held)
 
-    def is_outside(self, places: Places) -> IntArray:
+    def is_outside(self, located: LocatedTokens) -> IntArray:
         """[T] bool. Whether the row holds no such column."""
-        outside: IntArray = places.column >= places.held
+        outside: IntArray = located.column >= located.held
         return outside
 
-    def entries(self, places: Places) -> IntArray:
+    def entries(self, located: LocatedTokens) -> IntArray:
         """[T] int32. What stands in the table for tokens inside their rows."""
-        found: IntArray = self._table.take(places.tokens.row * self._width + places.column)
+        found: IntArray = self._table.take(located.tokens.row * self._width + located.column)
         return found
 
     def blocks(self, entries: IntArray) -> IntArray:
@@ -173,18 +173,18 @@ class GroupTokens:
         expansion = self._geometry.blocks_per_kv_block
         return entries if expansion == 1 else entries // expansion
 
-    def slots(self, places: Places, entries: IntArray) -> IntArray:
+    def slots(self, located: LocatedTokens, entries: IntArray) -> IntArray:
         """[T] int64. The slots of tokens (R12)."""
         tokens = self._geometry.tokens_per_column
-        slots: IntArray = entries.astype(np.int64) * tokens + places.local % tokens
+        slots: IntArray = entries.astype(np.int64) * tokens + located.local % tokens
         return slots
 
 
-def runs(places: Places) -> Places:
+def runs(located: LocatedTokens) -> LocatedTokens:
     """Return the first token of each run of tokens that lie in one column of one row."""
-    tokens, column = places.tokens, places.column
+    tokens, column = located.tokens, located.column
     if tokens.is_single or not column.size:
-        return places
+        return located
     is_first = np.empty(column.size, np.bool_)
     is_first[0] = True
     np.not_equal(column[1:], column[:-1], out=is_first[1:])
@@ -194,7 +194,7 @@ def runs(places: Places) -> Places:
         *(tokens.index[chosen], tokens.request[chosen], tokens.row[chosen], tokens.position[chosen]),
         *(tokens.last[chosen], chosen[:0], False, tokens.has_distinct_slots),
     )
-    return Places(part, places.local[chosen], column[chosen], places.held[chosen])
+    return LocatedTokens(part, located.local[chosen], column[chosen], located.held[chosen])
 
 
 def _divide(values: IntArray, size: int) -> IntArray:

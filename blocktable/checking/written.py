@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.checking.calls import number
 from blocktable.checking.lives import RowLives
 from blocktable.checking.pools import Holders
 from blocktable.checking.reasons import slot_reason
-from blocktable.checking.tokens import GroupTokens, Places
+from blocktable.checking.tokens import GroupTokens, LocatedTokens
 from blocktable.config import BlockTableConfig
 from blocktable.findings import Finding, Findings
-from blocktable.protocols import IntArray
 
 
 class GroupFinder:
@@ -46,42 +46,42 @@ class GroupFinder:
             config.groups[member].cut_window is not None for member in self._pool.groups
         )
 
-    def find(self, places: Places, firsts: Places, step: int) -> list[Finding]:
+    def find(self, located: LocatedTokens, firsts: LocatedTokens, step: int) -> list[Finding]:
         """Return what is found of a call's tokens.
 
         Args:
-            places: of the tokens.
+            located: of the tokens.
             firsts: of the first token in each run of one column: where these are right all are.
             step: commits so far.
         """
-        return [] if self._is_clean(firsts) else self._find(places, step)
+        return [] if self._is_clean(firsts) else self._find(located, step)
 
-    def _is_clean(self, places: Places) -> bool:
-        if not places.tokens.has_distinct_slots or self._tokens.is_outside(places).any():
+    def _is_clean(self, located: LocatedTokens) -> bool:
+        if not located.tokens.has_distinct_slots or self._tokens.is_outside(located).any():
             return False
-        blocks = self._tokens.blocks(self._tokens.entries(places))
+        blocks = self._tokens.blocks(self._tokens.entries(located))
         if (blocks == self._geometry.null_block_id).any():
             return False
         return not blocks.size or int(self._pool.counts.take(self._pool.index(blocks)).max()) == 1
 
-    def note_writers(self, places: Places) -> None:
+    def note_writers(self, located: LocatedTokens) -> None:
         """Note whose life the written blocks were written by last, where it is ever asked."""
         if not self.is_lenient:
             return
-        inside = self._part(places, ~self._tokens.is_outside(places))
+        inside = self._part(located, ~self._tokens.is_outside(located))
         blocks = self._tokens.blocks(self._tokens.entries(inside))
         is_block = blocks != self._geometry.null_block_id
         self._pool.writers[self._pool.index(blocks[is_block])] = self._lives.committed[inside.tokens.row[is_block]]
 
     @staticmethod
-    def _part(places: Places, chosen: IntArray) -> Places:
-        tokens, *arrays = places
-        return Places(tokens.part(chosen), *(array[chosen] for array in arrays))
+    def _part(located: LocatedTokens, chosen: IntArray) -> LocatedTokens:
+        tokens, *arrays = located
+        return LocatedTokens(tokens.part(chosen), *(array[chosen] for array in arrays))
 
-    def _find(self, places: Places, step: int) -> list[Finding]:
-        outside = self._tokens.is_outside(places)
-        found = self._missing(self._part(places, outside), step)
-        inside = self._part(places, ~outside)
+    def _find(self, located: LocatedTokens, step: int) -> list[Finding]:
+        outside = self._tokens.is_outside(located)
+        found = self._missing(self._part(located, outside), step)
+        inside = self._part(located, ~outside)
         entries = self._tokens.entries(inside)
         is_null = self._tokens.blocks(entries) == self._geometry.null_block_id
         found += self._null(self._part(inside, is_null), step)
@@ -96,12 +96,12 @@ class GroupFinder:
     def _why(self, row: int, position: int) -> str:
         return slot_reason(self._config, self._holders.arena, row, self._group, position).message
 
-    def _missing(self, places: Places, step: int) -> list[Finding]:
+    def _missing(self, located: LocatedTokens, step: int) -> list[Finding]:
         if self._is_off("missing_block"):
             return []
         found = []
-        for i, count in _first_of_requests(places):
-            row, position = int(places.tokens.row[i]), int(places.tokens.position[i])
+        for i, count in _first_of_requests(located):
+            row, position = int(located.tokens.row[i]), int(located.tokens.position[i])
             message = (
                 f"missing_block: {self._why(row, position)} {number(count, 'token')} from there on cannot be written: "
                 "append the blocks before the step."
@@ -109,13 +109,13 @@ class GroupFinder:
             found.append(Finding("missing_block", message, step, group=self._group, row=row, position=position))
         return found
 
-    def _null(self, places: Places, step: int) -> list[Finding]:
+    def _null(self, located: LocatedTokens, step: int) -> list[Finding]:
         if self._is_off("null_written"):
             return []
         null = self._geometry.null_block_id
         found = []
-        for i, count in _first_of_requests(places):
-            row, position = int(places.tokens.row[i]), int(places.tokens.position[i])
+        for i, count in _first_of_requests(located):
+            row, position = int(located.tokens.row[i]), int(located.tokens.position[i])
             reason = slot_reason(self._config, self._holders.arena, row, self._group, position)
             message = f"null_written: {reason.message} {number(count, 'token')} from there on: " + (
                 "not written." if reason.slot is None else f"written into the null block {null}, and lost."
@@ -133,14 +133,14 @@ class GroupFinder:
             found.append(finding)
         return found
 
-    def _shared(self, places: Places, blocks: IntArray, slots: IntArray, step: int) -> list[Finding]:
+    def _shared(self, located: LocatedTokens, blocks: IntArray, slots: IntArray, step: int) -> list[Finding]:
         if self._is_off("shared_block_written") or not blocks.size:
             return []
-        tokens, index = places.tokens, self._pool.index(blocks)
+        tokens, index = located.tokens, self._pool.index(blocks)
         is_shared = self._pool.counts[index] > 1
         keys = tokens.row << 32 | blocks
         if self.is_lenient:
-            begun = keys[places.local % self._geometry.block_size == 0]
+            begun = keys[located.local % self._geometry.block_size == 0]
             writers = self._pool.writers[index]
             is_shared &= (writers != 0) & (writers != self._lives.committed[tokens.row]) & ~np.isin(keys, begun)
         if not is_shared.any():
@@ -151,7 +151,7 @@ class GroupFinder:
         others = [self._holders.other_cell(self._group, int(tokens.row[i]), int(blocks[i])) for i in chosen]
         place = np.minimum(unique.searchsorted(keys), unique.size - 1)
         is_shared &= np.array([other is not None for other in others])[place]
-        sharing = self._part(places, is_shared)
+        sharing = self._part(located, is_shared)
         blocks, slots, index, place = blocks[is_shared], slots[is_shared], index[is_shared], place[is_shared]
         found = []
         for i, count in _first_of_requests(sharing):
@@ -180,7 +180,7 @@ class GroupFinder:
             found.append(finding)
         return found
 
-    def _twice(self, places: Places, blocks: IntArray, slots: IntArray, step: int) -> list[Finding]:
+    def _twice(self, located: LocatedTokens, blocks: IntArray, slots: IntArray, step: int) -> list[Finding]:
         if self._is_off("slot_written_twice") or slots.size < 2:
             return []
         order = slots.argsort(kind="stable")
@@ -191,14 +191,14 @@ class GroupFinder:
         earlier = np.full(slots.size, -1)
         earlier[order[repeats]] = order[np.flatnonzero(repeats) - 1]
         again = earlier >= 0
-        repeated = self._part(places, again)
+        repeated = self._part(located, again)
         earlier, blocks, slots = earlier[again], blocks[again], slots[again]
         found = []
         for i, count in _first_of_requests(repeated):
             row, position = int(repeated.tokens.row[i]), int(repeated.tokens.position[i])
             what = number(count, "token")
             before, slot, block = int(earlier[i]), int(slots[i]), int(blocks[i])
-            other, its_position = int(places.tokens.row[before]), int(places.tokens.position[before])
+            other, its_position = int(located.tokens.row[before]), int(located.tokens.position[before])
             message = (
                 f"slot_written_twice: {what} of row {row}, group {self._group}, from position {position} on, with "
                 f"slots that earlier tokens of the same call have: slot {slot} (block {block}) is also that of row "
@@ -219,8 +219,8 @@ class GroupFinder:
         return found
 
 
-def _first_of_requests(places: Places) -> list[tuple[int, int]]:
+def _first_of_requests(located: LocatedTokens) -> list[tuple[int, int]]:
     """Return (index of its first token, number of its tokens) for each request that has some."""
-    request = places.tokens.request
+    request = located.tokens.request
     _, first, numbers = np.unique(request, return_index=True, return_counts=True)
     return list(zip(first.tolist(), numbers.tolist(), strict=True))

@@ -22,7 +22,6 @@ from blocktable.device.signatures import (
     signature_of,
 )
 from blocktable.device.store import DeviceBuffers, DeviceStore
-from blocktable.streams import address_of, stream_handle
 
 __all__ = [
     "CHECK_KERNELS",
@@ -49,10 +48,8 @@ __all__ = [
     "OrderedStreams",
     "Signature",
     "StreamOrder",
-    "address_of",
     "device_index",
     "has_cuda_bindings",
     "refuse_capture",
     "signature_of",
-    "stream_handle",
 ]

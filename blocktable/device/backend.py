@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, ClassVar
 
+from blocktable.arrays import Array, IntArray
 from blocktable.config import BlockTableConfig
 from blocktable.constants import PROTOCOL_VERSION
 from blocktable.device.driver import mapped_memory_works
 from blocktable.device.staging import staging_mode
 from blocktable.device.store import DeviceStore
 from blocktable.errors import ArgumentError
-from blocktable.protocols import Array, IntArray
 
 
 class DeviceBackend:

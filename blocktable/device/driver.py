@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from blocktable.arrays import Array, IntArray
 from blocktable.device.signatures import Grid, KernelOptions
 from blocktable.errors import ArgumentError, BlockTableError
-from blocktable.protocols import CHANGES_HEADER, Array, IntArray
+from blocktable.protocols import CHANGES_HEADER
 
 
 @dataclass(eq=False)

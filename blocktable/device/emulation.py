@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import IntArray
 from blocktable.device.driver import HostBlock
 from blocktable.device.signatures import Grid, KernelOptions
 from blocktable.errors import ArgumentError, DtypeError
-from blocktable.protocols import IntArray
 from blocktable.streams import address_of
 
 MANY_SLOTS = 32

@@ -49,7 +49,7 @@ class PreparedStep:
     ) -> None:
         self.fused: FusedStep = fused
         self.graph: Any = graph
-        self._sizes = batch.num_reqs, batch.num_reqs_padded, None, batch.num_positions, batch.wants_tables
+        self._sizes = batch.num_reqs, batch.num_reqs_padded, None, batch.num_positions, batch.needs_gather
         self.asked: tuple[int, ...] = ()
         self.staged: tuple[tuple[int, int, int], ...] = ()
         self.num_staged: int = 0
@@ -65,8 +65,8 @@ class PreparedStep:
         """Serve another number of tokens; False, with nothing changed, where a block holds inputs of this one."""
         if self.staged:
             return False
-        num_reqs, num_reqs_padded, _, _, wants_tables = self._sizes
-        self._sizes = num_reqs, num_reqs_padded, None, num_positions, wants_tables
+        num_reqs, num_reqs_padded, _, _, needs_gather = self._sizes
+        self._sizes = num_reqs, num_reqs_padded, None, num_positions, needs_gather
         self._forms = [resized_form(form, num_reqs, num_positions) for form in self._forms]
         self.addresses = ()  # binds again
         return True
@@ -113,8 +113,8 @@ class FusedStep:
         self._apply_memory = launches.apply_memory(0, batch, last_mark) if self._numbers else launches.apply_memory()
         self._no_changes = launches.no_changes(self._apply_memory)
         self._graphs: dict[int, Any] = {}
-        for wants_tables in (True, False):  # a graph takes memory, which a later step must not (R21)
-            self.prepare(Batch(None, None, None, 0, 0, wants_tables=wants_tables))
+        for needs_gather in (True, False):  # a graph takes memory, which a later step must not (R21)
+            self.prepare(Batch(None, None, None, 0, 0, needs_gather=needs_gather))
 
     def prepare(self, batch: Batch, part: Part = "step") -> PreparedStep:
         """Return what steps over batches of these sizes have in common, or such parts of a step."""
@@ -143,7 +143,7 @@ class FusedStep:
         """Return the step without its changes as plain kernels. addresses: of the inputs that are given."""
         launches, (tables, slots) = self._launches, self._memory
         inputs, num_slots = launches.inputs(addresses), launches.num_slots
-        gather = launches.gather(inputs, batch, tables) if batch.wants_tables and part != "slots" else []
+        gather = launches.gather(inputs, batch, tables) if batch.needs_gather and part != "slots" else []
         if part == "tables":
             return gather
         return (

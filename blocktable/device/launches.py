@@ -73,16 +73,16 @@ def launch_form(launch: Launch) -> LaunchForm:
 def resized_form(form: LaunchForm, num_reqs: int, num_positions: int) -> LaunchForm:
     """Return the form of a launch over another number of tokens."""
     kernel, grid, pick, rest = form
-    places = _token_places(kernel.name)
-    if places is None:
+    indexes = _token_arguments(kernel.name)
+    if indexes is None:
         return form
     arguments, guess = [*rest], requests_per_token(num_reqs, num_positions, is_long=kernel.name.endswith("_long"))
-    arguments[places[0]], arguments[places[1]] = num_positions, guess
+    arguments[indexes[0]], arguments[indexes[1]] = num_positions, guess
     return kernel, grid, pick, tuple(arguments)
 
 
 @cache
-def _token_places(kernel: str) -> tuple[int, int] | None:
+def _token_arguments(kernel: str) -> tuple[int, int] | None:
     """Return which arguments after a kernel's inputs follow the number of tokens; None: none do."""
     names = [name for _, name in signature_of(kernel).arguments if name not in STEP_INPUTS]
     if "requests_per_token" not in names:
@@ -339,7 +339,7 @@ class Launches:
             slot_blocks = 0
         config, num_groups, num_reqs_padded = self._config, self._num_groups, batch.num_reqs_padded
         gather_blocks = 0
-        if batch.wants_tables:  # of no rows too: a larger batch may have come before
+        if batch.needs_gather:  # of no rows too: a larger batch may have come before
             gather_blocks = self._driver.gather_blocks(num_reqs_padded, num_groups, self._max_width)
         arguments = (
             inputs.idx_mapping,

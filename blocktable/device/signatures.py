@@ -77,7 +77,7 @@ class Signature:
         return "".join("Q" if kind.endswith("*") else LAYOUT_OF_TYPES[kind] for kind, _ in self.arguments)
 
     @cached_property
-    def _places(self) -> tuple[tuple[int, ...], int | None]:
+    def _grid_arguments(self) -> tuple[tuple[int, ...], int | None]:
         names = [name for _, name in self.arguments]
         groups = None if self.groups is None else names.index(self.groups)
         return tuple(names.index(name) for name in self.entries), groups
@@ -87,11 +87,11 @@ class Signature:
 
         Triton multiplies the sizes as 32-bit ints, and launches nothing where the product overflows.
         """
-        entry_places, group_place = self._places
+        entry_arguments, group_argument = self._grid_arguments
         entries = 1
-        for place in entry_places:
-            entries *= arguments[place]
-        grid_y = 1 if group_place is None else min(arguments[group_place], MAX_GRID_Y)
+        for index in entry_arguments:
+            entries *= arguments[index]
+        grid_y = 1 if group_argument is None else min(arguments[group_argument], MAX_GRID_Y)
         blocks = entries if self.is_by_row else -(-entries // tile)
         return max(1, min(blocks, self.most_blocks, INT32_MAX // (1024 * grid_y))), grid_y
 

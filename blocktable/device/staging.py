@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.config import BlockTableConfig
 from blocktable.device.driver import Driver, HostBlock
 from blocktable.device.emulation import DeviceArray
 from blocktable.device.ordering import StreamOrder
 from blocktable.errors import ConfigError
-from blocktable.protocols import CHANGES_HEADER, Array, Batch, IntArray
+from blocktable.protocols import CHANGES_HEADER, Batch
 
 STAGING_VARIABLE = "BLOCKTABLE_STAGING"
 STAGING_MODES = ("auto", "params", "mapped", "copy")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktable.arrays import Array, IntArray
 from blocktable.check_plan import empty_records
 from blocktable.checks import array_spec
 from blocktable.config import Arena, BlockTableConfig
@@ -29,7 +30,7 @@ from blocktable.device.staging import (
 )
 from blocktable.errors import BlockTableError
 from blocktable.layouts import Layout
-from blocktable.protocols import STEP_INPUTS, Array, Batch, ExportBuffers, IntArray, Part, StepBuffers, Writes
+from blocktable.protocols import STEP_INPUTS, Batch, ExportBuffers, Part, StepBuffers, Writes
 
 LARGEST_OFFSET = INT32_MAX
 """Packed changes count entries in int32: a commit of a larger arena is cut into pieces."""

@@ -13,12 +13,12 @@ from blocktable import (
     ArgumentError,
     BlockTableConfig,
     BlockTableError,
-    CheckMode,
     ConfigError,
     Finding,
     StepBuffers,
     UnsupportedError,
 )
+from blocktable.typing import CheckMode
 from blocktable_conformance.asserts import check, check_array, check_slots, check_table, fail, joined
 from blocktable_conformance.oracle import OracleTable, Refused, Slot, Table
 from blocktable_conformance.oracle_findings import (

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from blocktable import CAPABILITIES, Backend, BlockTableError, get_backend, list_backends
+from blocktable import BlockTableError, get_backend, list_backends
+from blocktable.backend import CAPABILITIES, Backend
 from blocktable_conformance import profiles, rules
 from blocktable_conformance.subject import Subject
 
@@ -256,12 +257,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Count the launches of a test."""
     found = _subject_of(item)
-    before = found.watch.launches if found else 0
+    before = found.call_log.launches if found else 0
     try:
         return (yield)
     finally:
         if found:
-            item.user_properties.append(("launches", found.watch.launches - before))
+            item.user_properties.append(("launches", found.call_log.launches - before))
 
 
 @pytest.hookimpl(wrapper=True)

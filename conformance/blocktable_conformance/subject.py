@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import Backend, BlockStore, BlockTable, BlockTableConfig, SlotMapper, Writes
+from blocktable import BlockTable, BlockTableConfig
+from blocktable.backend import Backend, BlockStore, SlotMapper, Writes
 
 HostArray = npt.NDArray[Any]
 
@@ -50,7 +51,7 @@ class SentWrites:
 
 
 @dataclass
-class Watch:
+class CallLog:
     """What passed between the core and the backend.
 
     Attributes:
@@ -90,59 +91,59 @@ class Watch:
 
 
 class WatchedStore:
-    """A block store that tells `watch` of each call; everything else is the backend's own."""
+    """A block store that tells `call_log` of each call; everything else is the backend's own."""
 
-    def __init__(self, store: BlockStore, watch: Watch) -> None:
+    def __init__(self, store: BlockStore, call_log: CallLog) -> None:
         self._watched = store
-        self._watch = watch
+        self._call_log = call_log
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._watched, name)
         if name == "lend":
-            return lambda stream: self._watch.lend(value(stream))
+            return lambda stream: self._call_log.lend(value(stream))
         return self._noted(name, value) if name in LAUNCHING else value
 
     def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
-            self._watch.before(name, args)
+            self._call_log.before(name, args)
             return call(*args, **kwargs)
 
         return noted
 
 
 class WatchedMapper:
-    """A slot mapper that tells `watch` of each call."""
+    """A slot mapper that tells `call_log` of each call."""
 
-    def __init__(self, mapper: SlotMapper, watch: Watch) -> None:
+    def __init__(self, mapper: SlotMapper, call_log: CallLog) -> None:
         self._watched = mapper
-        self._watch = watch
+        self._call_log = call_log
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._watched, name)
 
     def compute_slot_mappings(self, *args: Any, **kwargs: Any) -> Any:
         """Count the launch and hand it on."""
-        self._watch.before("compute_slot_mappings", args)
+        self._call_log.before("compute_slot_mappings", args)
         return self._watched.compute_slot_mappings(*args, **kwargs)
 
 
 class WatchedBackend:
     """A backend whose stores and mappers are watched."""
 
-    def __init__(self, backend: Backend, watch: Watch) -> None:
+    def __init__(self, backend: Backend, call_log: CallLog) -> None:
         self._watched = backend
-        self._watch = watch
+        self._call_log = call_log
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._watched, name)
 
     def create_block_store(self, config: BlockTableConfig, device: Any = None) -> Any:
         """Return the backend's store, watched."""
-        return WatchedStore(self._watched.create_block_store(config, device), self._watch)
+        return WatchedStore(self._watched.create_block_store(config, device), self._call_log)
 
     def create_slot_mapper(self, store: Any) -> Any:
         """Return the backend's mapper, watched; the backend gets the store that it made itself."""
-        return WatchedMapper(self._watched.create_slot_mapper(store._watched), self._watch)
+        return WatchedMapper(self._watched.create_slot_mapper(store._watched), self._call_log)
 
 
 @dataclass(repr=False)
@@ -153,13 +154,13 @@ class Subject:
         label: what the backend was asked for by.
         backend: the backend, as it is.
         step_path: "separate" or "fused".
-        watch: what passed between the core and the backend.
+        call_log: what passed between the core and the backend.
     """
 
     label: str
     backend: Backend
     step_path: str = "separate"
-    watch: Watch = field(default_factory=Watch)
+    call_log: CallLog = field(default_factory=CallLog)
 
     def __repr__(self) -> str:
         return f"<{self.label}, {self.step_path} step path>"
@@ -170,7 +171,7 @@ class Subject:
 
     def table(self, config: BlockTableConfig, **options: Any) -> BlockTable:
         """Return a new table over the watched backend. options: how it is checked (R38); left out, it is not."""
-        watched: Any = WatchedBackend(self.backend, self.watch)
+        watched: Any = WatchedBackend(self.backend, self.call_log)
         path: Any = self.step_path
         return BlockTable(config, watched, step_path=path, **({"check": "off"} | options))
 
@@ -186,11 +187,11 @@ class Subject:
     def recording(self) -> Iterator[list[SentWrites]]:
         """Collect what each commit sends."""
         sent: list[SentWrites] = []
-        self.watch.sent = sent
+        self.call_log.sent = sent
         try:
             yield sent
         finally:
-            self.watch.sent = None
+            self.call_log.sent = None
 
 
 def address(array: Any) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktable import CAPABILITIES, PROTOCOL_VERSION, BlockTable, KVCacheGroup, UnsupportedError
+from blocktable import BlockTable, KVCacheGroup, UnsupportedError
+from blocktable.backend import CAPABILITIES, PROTOCOL_VERSION
 from blocktable_conformance.asserts import check, must_raise
 from blocktable_conformance.cases import make, one_request, small_config
 from blocktable_conformance.subject import Subject
@@ -115,9 +116,9 @@ def test_a_fused_step_is_one_call(subject: Subject) -> None:
     pair = make(subject, GROUP, rows=[[5]])
     one_request(pair, [0])
     pair.do("append_row", 0, [6])
-    before = subject.watch.launches
+    before = subject.call_log.launches
     one_request(pair, [4])
-    calls = subject.watch.launches - before
+    calls = subject.call_log.launches - before
     expected = 1 if subject.step_path == "fused" else 3
     check(calls == expected, "R21", f"a step on the {subject.step_path} path must make {expected} calls, made {calls}.")
 
@@ -130,7 +131,7 @@ def test_streams_are_refused_where_not_declared(subject: Subject) -> None:
     require_absence(subject, "streams")
     pair = make(subject, GROUP, rows=[[5]])
     inputs = [subject.device_array(v, d) for v, d in (([0], "int32"), ([0, 1], "int32"), ([0], "int64"))]
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     for stream in (0, 1, 2):
         for call in (
             pair.table.commit,
@@ -139,7 +140,7 @@ def test_streams_are_refused_where_not_declared(subject: Subject) -> None:
             partial(pair.table.step, *inputs),
         ):
             must_be_refused("R22", f"stream={stream}", partial(call, stream=stream))
-    check(subject.watch.launches == launches, "R22", "something was launched, or committed, before the refusal.")
+    check(subject.call_log.launches == launches, "R22", "something was launched, or committed, before the refusal.")
 
 
 def test_checks_of_kernels_are_refused_where_not_declared(subject_once: Subject) -> None:

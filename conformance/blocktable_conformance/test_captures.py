@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktable import BlockTableConfig, BlockTableError, KVCacheGroup, address_of
+from blocktable import BlockTableConfig, BlockTableError, KVCacheGroup
+from blocktable.backend import address_of
 from blocktable_conformance.asserts import check
 from blocktable_conformance.captures import Streams
 from blocktable_conformance.pair import Pair

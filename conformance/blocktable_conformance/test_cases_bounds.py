@@ -48,13 +48,13 @@ def test_sizes_above_the_buffer_are_refused_before_any_launch(subject: Subject) 
     pair = make(subject, B16, max_num_batched_tokens=132, rows=[[5]])
     arrays = [subject.device_array(values, dtype) for values, dtype in (([0], "int32"), ([0, 1], "int32"))]
     one, many = (subject.device_array([0] * number, "int64") for number in (1, 133))
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     calls: list[Callable[..., Any]] = [pair.table.step, pair.table.compute_slot_mappings]
     for call in calls:
         for positions, options in ((one, {"num_tokens_padded": 136}), (many, {})):
             with must_raise(ValueError, "R15", f"{call.__name__} of {len(positions)} positions, {options},"):
                 call(*arrays, positions, **options)
-    check(subject.watch.launches == launches, "R15", "something was launched, or committed, before the refusal.")
+    check(subject.call_log.launches == launches, "R15", "something was launched, or committed, before the refusal.")
     pair.check_outputs()
 
 
@@ -66,7 +66,7 @@ def test_rows_above_the_batch_are_refused_before_any_launch(subject: Subject) ->
     pair = make(subject, B16, rows=[[5]])
     two, three, five = (subject.device_array(range(number), "int32") for number in (2, 3, 5))
     position = subject.device_array([0], "int64")
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     for name, call in (
         ("num_reqs_padded 5 of 4 rows", lambda: pair.table.gather(two, 5)),
         ("num_reqs_padded 1 of 2 requests", lambda: pair.table.gather(two, 1)),
@@ -79,7 +79,7 @@ def test_rows_above_the_batch_are_refused_before_any_launch(subject: Subject) ->
     ):
         with must_raise(ValueError, "R10.4, R15", name):
             call()
-    check(subject.watch.launches == launches, "R15", "something was launched, or committed, before the refusal.")
+    check(subject.call_log.launches == launches, "R15", "something was launched, or committed, before the refusal.")
 
 
 def test_dtypes_are_exact(subject: Subject) -> None:
@@ -93,7 +93,7 @@ def test_dtypes_are_exact(subject: Subject) -> None:
         "query_start_loc": ([0, 1], "int32"),
         "positions": ([0], "int64"),
     }
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     for name, wrong in (("idx_mapping", "int64"), ("query_start_loc", "int64"), ("positions", "int32")):
         for dtype in (wrong, "float32"):
             inputs = right | {name: (right[name][0], dtype)}
@@ -103,7 +103,7 @@ def test_dtypes_are_exact(subject: Subject) -> None:
         nested = right | {name: ([right[name][0]], right[name][1])}
         with must_raise(ValueError, "R10.8, R12", f"a two-dimensional {name}"):
             pair.table.step(*(subject.device_array(values, dtype) for values, dtype in nested.values()))
-    check(subject.watch.launches == launches, "R10.8", "something was launched, or committed, before the refusal.")
+    check(subject.call_log.launches == launches, "R10.8", "something was launched, or committed, before the refusal.")
 
 
 def test_rows_lie_a_width_apart_not_a_capacity(subject: Subject) -> None:

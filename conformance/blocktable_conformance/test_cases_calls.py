@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktable import BlockTableError, KVCacheGroup, Writes
+from blocktable import BlockTableError, KVCacheGroup
+from blocktable.backend import Writes
 from blocktable_conformance.asserts import check, check_array, check_values, must_raise
 from blocktable_conformance.cases import expect_slots, expect_table, make, one_request, shard
 from blocktable_conformance.oracle import PAD
@@ -143,12 +144,12 @@ def test_wrong_outputs_are_refused(subject_once: Subject) -> None:
     short, wrong, right = (
         subject_once.device_array([77] * n, dtype) for n, dtype in ((1, "int64"), (4, "int32"), (4, "int64"))
     )
-    launches = subject_once.watch.launches
+    launches = subject_once.call_log.launches
     outs: list[Any] = [[short], [wrong], [right, right], [], stranger]
     for out in outs:
         with must_raise(BlockTableError, "R17", f"out={out!r}"):
             pair.table.compute_slot_mappings(*inputs, out=out)
-    check(subject_once.watch.launches == launches, "R17", "something was launched before the refusal.")
+    check(subject_once.call_log.launches == launches, "R17", "something was launched before the refusal.")
 
 
 def _inputs(
@@ -262,7 +263,7 @@ def test_a_commit_that_raises_leaves_its_changes_pending(subject: Subject) -> No
     pair = make(subject, B4, rows=[[2, 9]])
     for again in (lambda: pair.commit("R9.9"), lambda: one_request(pair, [0])):
         pair.do("append_row", 0, [5])
-        subject.watch.fail_next_write = RuntimeError("injected by the suite")
+        subject.call_log.fail_next_write = RuntimeError("injected by the suite")
         with must_raise(RuntimeError, "R9.9", "a commit whose write fails"):
             again()
         pair.check_host()

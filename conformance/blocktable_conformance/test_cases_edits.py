@@ -352,10 +352,10 @@ def test_what_rows_hold_can_be_asked(subject_once: Subject) -> None:
         ("DtypeError", lambda: table.block_ids(True, 0)),
         ("RowIndexError", lambda: table.common_blocks([0, 4], 0)),
         ("ArgumentError", lambda: table.common_blocks([0], -1)),
-        ("DtypeError", lambda: table.common_blocks([0.0], 0)),
+        ("DtypeError", lambda: table.common_blocks([0.0], 0)),  # type: ignore[list-item]
         ("ArgumentError", lambda: config.kernel_block_ids(0, [2**30])),
         ("ArgumentError", lambda: config.kernel_block_ids(0, [-1])),
-        ("DtypeError", lambda: config.kernel_block_ids(0, [1.0])),
+        ("DtypeError", lambda: config.kernel_block_ids(0, [1.0])),  # type: ignore[list-item]
         ("ConfigError", lambda: config.kernel_block_ids(2, [1])),
     ]
     for error, look in wrong:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from blocktable import BlockTableConfig, ConfigError, KVCacheGroup, row_width
+from blocktable import BlockTableConfig, ConfigError, KVCacheGroup
 from blocktable_conformance.asserts import check, must_raise
 from blocktable_conformance.cases import (
     expect_counts,
@@ -66,8 +66,7 @@ def test_a_sharded_group_needs_half_the_columns(subject_once: Subject) -> None:
     )
     check(_width(subject_once, config, 0) == 8192, "R3", "the sharded group must have 8192 columns")
     check(_width(subject_once, config, 1) == 16384, "R3", "the replicated group must have 16384 columns")
-    width = row_width(config.groups[0], max_model_len=1_048_576, context_parallel_world_size=2)
-    check(width == 8192, "R3", f"row_width must give what the table has, got {width}")
+    check(config.width(0) == 8192, "R3", f"config.width must give what the table has, got {config.width(0)}")
 
 
 def test_a_block_expands_into_its_kernel_blocks(subject: Subject) -> None:
@@ -275,11 +274,11 @@ def test_rows_in_place_of_a_batch(subject: Subject) -> None:
     seen = pair.step(None, [0, 1, 3], [0, 3, 4], num_reqs_padded=4)
     expect_table(seen.block_tables[0], [[5], [6, 7]], "R10.9")
     expect_slots(seen, [20, 27, 28], "R12")
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     with must_raise(ValueError, "R10.10", "an occupied padding row") as raised:
         pair.table.gather(None, 2, num_reqs=1)
     check("1" in raised.message, "R10.10", f"the error must name row 1: {raised.message}")
-    check(subject.watch.launches == launches, "R10.10", "something was launched before the refusal.")
+    check(subject.call_log.launches == launches, "R10.10", "something was launched before the refusal.")
 
 
 def test_impossible_tables_are_refused_in_a_sentence(subject_once: Subject) -> None:

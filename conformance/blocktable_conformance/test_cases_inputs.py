@@ -260,10 +260,10 @@ def test_an_input_inside_what_a_call_writes_is_refused(subject: Subject) -> None
         check_values(slots_of(pair, *inputs), [32, 33], "R12", "the slots")
     pair.do("append_row", 0, [6])
     for name, call in calls:
-        launches = subject.watch.launches
+        launches = subject.call_log.launches
         with must_raise(ArgumentError, "R17", f"{name} that reads what it writes"):
             call()
-        check(subject.watch.launches == launches, "R17", f"{name} was launched before the refusal.")
+        check(subject.call_log.launches == launches, "R17", f"{name} was launched before the refusal.")
     check_values(slots_of(pair, *right), [32, 33], "R12", "the slots")
 
 
@@ -277,9 +277,9 @@ def test_outputs_that_overlap_are_refused(subject: Subject) -> None:
     pair.commit()
     memory = subject.device_array([77] * 9, "int64")
     require_addresses(memory)
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     with must_raise(ArgumentError, "R17", "two outputs that share an entry"):
         pair.table.compute_slot_mappings(*inputs, out=[memory[:5], memory[4:]])
-    check(subject.watch.launches == launches, "R17", "something was launched before the refusal.")
+    check(subject.call_log.launches == launches, "R17", "something was launched before the refusal.")
     pair.table.compute_slot_mappings(*inputs, out=[memory[:5], memory[5:]])
     check_values(subject.to_host(memory), [9, 10, PAD, PAD, PAD, 37, 38, PAD, PAD], "R17", "both outputs")

@@ -79,14 +79,14 @@ class Engine:
 
     def raises(self, call: Call, **expected: Any) -> Finding:
         """Demand that a call raises a finding with these fields, and does nothing else."""
-        before, launches = self.table.num_findings, self.subject.watch.launches
+        before, launches = self.table.num_findings, self.subject.call_log.launches
         with pytest.raises(CheckError) as caught:
             call()
         finding = caught.value.finding
         self._compare(finding, expected)
         check(str(caught.value) == finding.message, "R38", "the error must say the finding's sentence.")
         check(self.table.num_findings > before, "R38", "what was raised must be counted.")
-        check(self.subject.watch.launches == launches, "R39", "a call that raises must launch nothing.")
+        check(self.subject.call_log.launches == launches, "R39", "a call that raises must launch nothing.")
         return finding
 
     def reports(self, call: Call, **expected: Any) -> Finding:

@@ -147,7 +147,7 @@ class RightEngine:
             while len(blocks) < self.needed(group, request.length + 1):
                 blocks.append(self.take(group))
         self.requests[row] = request
-        self.table.set_row(row, request.blocks)
+        self.table.set_row(row, request.blocks)  # type: ignore[arg-type]
 
     def fork(self) -> None:
         """Copy a row; what the copy will write gets blocks of its own."""

@@ -93,7 +93,7 @@ def test_exports_on_the_host_are_the_devices(
     def on_host(values: Sequence[int] | None) -> Any:
         return None if values is None else np.array(values, np.int32)
 
-    launches = subject_once.watch.launches
+    launches = subject_once.call_log.launches
     twin = pair.table.export_host(
         wanted,
         on_host(mapping),
@@ -103,7 +103,7 @@ def test_exports_on_the_host_are_the_devices(
         num_computed_tokens=on_host(batch.num_computed_tokens),
         **options,
     )
-    check(subject_once.watch.launches == launches, "R37", "the backend was called.")
+    check(subject_once.call_log.launches == launches, "R37", "the backend was called.")
     check_host_twin(pair, result, twin)
 
 
@@ -119,7 +119,7 @@ def test_the_host_sees_pending_changes(subject_once: Subject) -> None:
     def i32(*values: int) -> HostArray:
         return np.array(values, np.int32)
 
-    launches = subject_once.watch.launches
+    launches = subject_once.call_log.launches
     result = pair.table.export_host("csr", i32(1, 0, 2), seq_lens=i32(6, 12, 8), num_reqs_padded=4)
     check_values(result.indptr, [0, 2, 2, 4, 4], "R37", "indptr")  # type: ignore[arg-type]
     check_values(result.entries[0][:5], [14, 30, 18, 19, 0], "R37", "the indices")
@@ -133,7 +133,7 @@ def test_the_host_sees_pending_changes(subject_once: Subject) -> None:
     check_values(tokens.indptr, [0, 2, 3, 3, 3], "R37", "the starts")  # type: ignore[arg-type]
     with must_raise(ArgumentError, "R37", "a first token inside a block"):
         pair.table.export_host("csr", i32(1), seq_lens=i32(6), first_tokens=i32(3))
-    check(subject_once.watch.launches == launches, "R37", "the backend was called.")
+    check(subject_once.call_log.launches == launches, "R37", "the backend was called.")
     pair.commit()
     array = subject_once.device_array
     device = pair.table.export("csr", array([1, 0, 2], "int32"), seq_lens=array([6, 12, 8], "int32"), num_reqs_padded=4)

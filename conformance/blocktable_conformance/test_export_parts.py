@@ -235,11 +235,11 @@ def test_refusals_of_parts(subject_once: Subject) -> None:
         (ConfigError, "null", lambda: layout("block_requests")),
     ]
     for index, (error, word, call) in enumerate(refused):
-        launches = subject_once.watch.launches
+        launches = subject_once.call_log.launches
         with must_raise(error, "R34, R35", f"wrong argument {index}") as raised:
             call()
         check(word in raised.message, "R34, R35", f"refusal {index} must name {word!r}: {raised.message}")
-        check(subject_once.watch.launches - launches <= 1, "R34, R35", f"wrong argument {index} was exported.")
+        check(subject_once.call_log.launches - launches <= 1, "R34, R35", f"wrong argument {index} was exported.")
 
 
 def test_the_refusal_of_a_token_csr_names_its_capacity(subject_once: Subject) -> None:
@@ -442,11 +442,11 @@ def test_refusals_of_positions(subject_once: Subject) -> None:
         (DtypeError, "int64", lambda: table.map_positions(rows, 2, positions, out=out)),
     ]
     for index, (error, word, call) in enumerate(refused):
-        launches = subject_once.watch.launches
+        launches = subject_once.call_log.launches
         with must_raise(error, "R36", f"wrong argument {index}") as raised:
             call()
         check(word in raised.message, "R36", f"refusal {index} must name {word!r}: {raised.message}")
-        check(subject_once.watch.launches - launches <= 1, "R36", f"wrong argument {index} was mapped.")
+        check(subject_once.call_log.launches - launches <= 1, "R36", f"wrong argument {index} was mapped.")
     check_values(subject_once.to_host(out).ravel(), [0, 1, 2, 3], "R36", "the output of a refused call")
 
 

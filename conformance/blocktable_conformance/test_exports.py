@@ -22,8 +22,8 @@ from blocktable import (
     KVCacheGroup,
     Layout,
     UnsupportedError,
-    Writes,
 )
+from blocktable.backend import Writes
 from blocktable.exports import RING_AND_REQUEST_KINDS
 from blocktable_conformance import profiles
 from blocktable_conformance.asserts import check, check_values, must_raise
@@ -92,7 +92,7 @@ def test_undeclared_exports_are_refused(subject_once: Subject) -> None:
     """
     table = make(subject_once, FULL).table
     mapping = subject_once.device_array([0], "int32")
-    launches = subject_once.watch.launches
+    launches = subject_once.call_log.launches
     calls: list[Callable[[], Any]] = [
         lambda: table.create_export("flash_attention_3"),
         lambda: table.export("flash_attention_3", mapping),
@@ -101,7 +101,7 @@ def test_undeclared_exports_are_refused(subject_once: Subject) -> None:
         with must_raise(UnsupportedError, "R25.1", "an export") as raised:
             call()
         check("exports" in raised.message, "R25.1", f"the refusal must name the capability: {raised.message}")
-    check(subject_once.watch.launches == launches, "R25.1", "something was launched before the refusal.")
+    check(subject_once.call_log.launches == launches, "R25.1", "something was launched before the refusal.")
 
 
 def test_bad_arguments_are_refused_before_any_launch(subject_once: Subject) -> None:
@@ -116,8 +116,9 @@ def test_bad_arguments_are_refused_before_any_launch(subject_once: Subject) -> N
     table, array = pair.table, subject_once.device_array
     csr, other = ExportPair(pair, CSR), make(subject_once, FULL).table.create_export(CSR)
     one, two, wide = array([0], "int32"), array([3, 3], "int32"), array([0], "int64")
+    no_layout: Any = "no_such_layout"
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ConfigError, "R25.2", lambda: table.export("no_such_layout", one)),
+        (ConfigError, "R25.2", lambda: table.export(no_layout, one)),
         (ConfigError, "R25.18", lambda: table.create_export("flash_mla")),
         (ConfigError, "R25.18", lambda: table.export("flash_mla", one)),
         (ConfigError, "R25.18", lambda: table.export("cutlass_mla", one)),
@@ -147,10 +148,10 @@ def test_bad_arguments_are_refused_before_any_launch(subject_once: Subject) -> N
         (ArgumentError, "R25.9", lambda: table.export(CSR, one, seq_lens=one, groups=4, out=csr.out)),
     ]
     for index, (error, rules, call) in enumerate(refused):
-        launches = subject_once.watch.launches
+        launches = subject_once.call_log.launches
         with must_raise(error, rules, f"wrong argument {index}"):
             call()
-        check(subject_once.watch.launches - launches <= 1, rules, f"wrong argument {index} was exported.")
+        check(subject_once.call_log.launches - launches <= 1, rules, f"wrong argument {index} was exported.")
     csr.check_written([])
 
 
@@ -367,12 +368,12 @@ def test_a_table_that_fits_is_the_batch_table(subject: Subject) -> None:
     mapping = subject.device_array([2, 0], "int32")
     for out in (more, None):
         pair.table.gather(mapping, 3, out=out)
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     first = pair.table.export("flash_attention_3", mapping, groups=(0, 1), num_reqs_padded=3)
     flat = pair.table.export("tpu_ragged", mapping, groups=1, num_reqs_padded=3)
     other = pair.table.export("triton_unified", mapping, out=more)
     shaped = pair.table.export("cudnn", mapping)
-    check(subject.watch.launches == launches, "R26", "a table that is there already was written again.")
+    check(subject.call_log.launches == launches, "R26", "a table that is there already was written again.")
     for group, entries in enumerate(first.entries):
         same = address(entries) == address(pair.table.buffers.block_tables[group])
         check(same and tuple(entries.shape) == (3, 4), "R26", f"group {group} must be the batch table itself.")
@@ -462,9 +463,9 @@ def test_placeholder(subject_once: Subject) -> None:
     """
     pair = three_rows(subject_once, FULL)
     export = ExportPair(pair, PLACEHOLDER)
-    launches = subject_once.watch.launches
+    launches = subject_once.call_log.launches
     result = export.run([0, 1], num_reqs_padded=3)
-    check(subject_once.watch.launches == launches, "R26", "a placeholder must launch nothing.")
+    check(subject_once.call_log.launches == launches, "R26", "a placeholder must launch nothing.")
     check(tuple(result.entries[0].shape) == (3, 1), "R26", f"the placeholder has shape {result.entries[0].shape}.")
 
 
@@ -480,9 +481,9 @@ def test_groups_of_one_geometry_share_their_counts(subject_once: Subject) -> Non
     pair.commit()
     for wanted in (CSR, TOKEN_CSR, KV, INVERSE_MAP, MISSING_IS_MINUS_1):
         together = ExportPair(pair, wanted, (2, 0, 1))
-        before = subject_once.watch.launches
+        before = subject_once.call_log.launches
         together.run([0, 2, -1, 1], [11, 4, 8, 12], num_computed_tokens=[10, 3, 0, 11])
-        check(subject_once.watch.launches - before == 1, "R25.16", "groups of one geometry must take one call.")
+        check(subject_once.call_log.launches - before == 1, "R25.16", "groups of one geometry must take one call.")
     pair.do("truncate_row", 1, [1, 3, 2])
     pair.commit()
     for wanted in (CSR, TOKEN_CSR, KV, INVERSE_MAP):
@@ -510,9 +511,9 @@ def test_metadata_of_a_step(subject: Subject) -> None:
     pair.table.step_metadata(idx, starts, positions, lens, layouts=layouts, **sizes)  # makes the buffers
     pair.do("append_row", 2, [[9], [9], [9], [9]])
     reference.do("append_row", 2, [[9], [9], [9], [9]])
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     found = pair.table.step_metadata(idx, starts, positions, lens, layouts=layouts, max_seq_len=12, **sizes)
-    calls = subject.watch.launches - launches
+    calls = subject.call_log.launches - launches
     step = 1 if subject.step_path == "fused" else 3
     check(calls == step + 2, "R33", f"a step, CSR for two groups and states must take {step + 2} calls, took {calls}.")
     expected = reference.table.step(idx, starts, positions, **sizes)
@@ -548,9 +549,9 @@ def test_metadata_of_one_rank(subject: Subject, wanted: Layout | None) -> None:
     idx, starts, lens = (subject.device_array(values, "int32") for values in ([0, 1], [0, 1, 2], [11, 3]))
     positions = subject.device_array([10, 2], "int64")
     pair.table.step_metadata(idx, starts, positions, lens, layouts=wanted)
-    launches = subject.watch.launches
+    launches = subject.call_log.launches
     found = pair.table.step_metadata(idx, starts, positions, lens, layouts=wanted)
-    calls = subject.watch.launches - launches - (1 if subject.step_path == "fused" else 2)
+    calls = subject.call_log.launches - launches - (1 if subject.step_path == "fused" else 2)
     expected = {None: 1, CSR: 3, TABLE: 1}[wanted]
     check(calls == expected, "R33", f"{expected} exports are needed, {calls} were made.")
     check_values(subject.to_host(found.groups[0].seq_lens), [5, 1], "R19, R33", "the lengths of rank 1")

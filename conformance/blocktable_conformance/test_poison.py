@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktable import KVCacheGroup, Writes
+from blocktable import KVCacheGroup
+from blocktable.backend import Writes
 from blocktable_conformance.asserts import check, check_table, fail
 from blocktable_conformance.cases import make, shard
 from blocktable_conformance.oracle import Slot

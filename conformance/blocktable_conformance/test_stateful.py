@@ -9,7 +9,8 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from blocktable import BlockTableConfig, CheckMode
+from blocktable import BlockTableConfig
+from blocktable.typing import CheckMode
 from blocktable_conformance import profiles
 from blocktable_conformance.pair import Pair
 from blocktable_conformance.strategies import (

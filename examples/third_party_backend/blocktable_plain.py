@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import Batch, BlockTableConfig, StepBuffers, Writes
+from blocktable import BlockTableConfig, StepBuffers
+from blocktable.backend import Batch, Writes
 
 
 class PlainTable:
@@ -91,7 +92,7 @@ class PlainTable:
 
 class PlainBackend:
     name = "plain"
-    # What this file was written for. Not blocktable.PROTOCOL_VERSION, which would match whatever is installed.
+    # What this file was written for. Not blocktable.backend.PROTOCOL_VERSION, which would match whatever is installed.
     protocol_version = 2
     capabilities = frozenset({"int32_slots"})
 

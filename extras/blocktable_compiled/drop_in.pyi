@@ -1,7 +1,7 @@
 import numpy as np
 import numpy.typing as npt
 
-def append_equally(
+def append_to_all_groups(
     rows: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
     ids: npt.NDArray[np.int32],

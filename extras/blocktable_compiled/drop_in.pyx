@@ -19,7 +19,7 @@ cdef bint _is_before(const Place& first, const Place& second) noexcept nogil:
     return first.row < second.row
 
 
-def append_equally(
+def append_to_all_groups(
     cnp.ndarray rows not None,
     cnp.ndarray counts not None,
     cnp.ndarray ids not None,

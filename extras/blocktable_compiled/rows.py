@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import Arena, BlockTableConfig
+from blocktable import BlockTableConfig
+from blocktable.backend import Arena
 from blocktable.rows import MAX_INT32, MAX_RANGE, NumpyRows
 from blocktable_compiled.checks import TokenCheck
-from blocktable_compiled.drop_in import append_equally
+from blocktable_compiled.drop_in import append_to_all_groups
 from blocktable_compiled.journal import CompiledJournal
 from blocktable_compiled.operations import Operations
 
@@ -26,7 +27,7 @@ class CompiledRows(NumpyRows):
 
     journal: CompiledJournal
     journal_type = CompiledJournal
-    append_equally = staticmethod(append_equally)
+    append_to_all_groups = staticmethod(append_to_all_groups)
     token_check = TokenCheck
 
     def __init__(self, config: BlockTableConfig) -> None:
@@ -54,7 +55,7 @@ class CompiledRows(NumpyRows):
         self._operations.catch_up()
         return self._mirror
 
-    def watch(self) -> IntArray:
+    def live_mirror(self) -> IntArray:
         self._operations.catch_up(is_watched=True)
         return self._mirror
 

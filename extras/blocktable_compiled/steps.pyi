@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktable import Batch
+from blocktable.backend import Batch
 
 class HostOutputs:
     def forget(self) -> None: ...

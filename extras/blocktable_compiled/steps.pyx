@@ -38,7 +38,7 @@ cdef struct Group:
     int64_t pad_slot_id
     int64_t batch_start
 
-cdef struct Shown:
+cdef struct GatheredRow:
     # What decides what a batch row holds; no row: it is NULL.
     int64_t row
     int64_t first_column
@@ -70,7 +70,7 @@ cdef class HostOutputs:
     cdef vector[char*] slots
     cdef vector[int64_t] sizes
     cdef bint are_short
-    cdef vector[Shown] shown
+    cdef vector[GatheredRow] gathered
 
     def __init__(self, cnp.ndarray batch, tuple slots, int64_t num_groups, int64_t max_num_reqs):
         self.owners = batch, slots
@@ -79,14 +79,14 @@ cdef class HostOutputs:
             self.slots.push_back(<char*>cnp.PyArray_DATA(<cnp.ndarray>array))
             self.sizes.push_back(cnp.PyArray_SIZE(<cnp.ndarray>array))
             self.are_short = cnp.PyArray_TYPE(<cnp.ndarray>array) == cnp.NPY_INT32
-        self.shown.resize(num_groups * max_num_reqs)
+        self.gathered.resize(num_groups * max_num_reqs)
         self.forget()
 
     def forget(self):
         """Note that something else has written the batch rows."""
         cdef size_t i
-        for i in range(self.shown.size()):
-            self.shown[i].row = -2
+        for i in range(self.gathered.size()):
+            self.gathered[i].row = -2
 
 
 cdef class HostStep:
@@ -165,7 +165,7 @@ cdef class HostStep:
         cdef int32_t* mapping = <int32_t*>address_of(rows)
         cdef int32_t* tokens = <int32_t*>address_of(computed)
         self._take_requests(num_reqs, mapping)
-        if batch.wants_tables:
+        if batch.needs_gather:
             self._gather(tokens, out)
         self._map_slots(<int32_t*>address_of(starts), <int64_t*>address_of(positions), num_positions, out)
 
@@ -196,8 +196,8 @@ cdef class HostStep:
         cdef int32_t* counts
         cdef int32_t* target
         cdef Group* group
-        cdef Shown shown
-        cdef Shown* before
+        cdef GatheredRow now
+        cdef GatheredRow* before
         for g in range(<int64_t>self.groups.size()):
             group = &self.groups[g]
             counts = out.batch + g * self.max_num_reqs
@@ -208,14 +208,14 @@ cdef class HostStep:
                 if computed != NULL and row >= 0 and group.sliding_window:
                     first = max(0, <int64_t>computed[i] - group.sliding_window + 1)
                     first = min(columns, local_length(group, first) // group.tokens_per_column)
-                shown = Shown(row, first, columns, self.last_writes[g * self.num_rows + row] if row >= 0 else 0)
-                before = &out.shown[g * self.max_num_reqs + i]
+                now = GatheredRow(row, first, columns, self.last_writes[g * self.num_rows + row] if row >= 0 else 0)
+                before = &out.gathered[g * self.max_num_reqs + i]
                 if (
                     before.row == row and before.first_column == first and before.columns == columns
-                    and before.last_write == shown.last_write
+                    and before.last_write == now.last_write
                 ):
                     continue
-                before[0] = shown
+                before[0] = now
                 held, counts[i] = counts[i], <int32_t>columns
                 target = out.batch + group.batch_start + i * group.width
                 if columns > first:

@@ -18,8 +18,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from blocktable import BlockTable, BlockTableError, IntArray, ranges
+from blocktable import BlockTable, BlockTableError
+from blocktable.backend import ranges
 from blocktable.observer import ROW_CALLS
+from blocktable.typing import IntArray
 
 FORMAT = "blocktable recording"
 VERSION = 3

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import BlockTableConfig, IntArray, KVCacheGroup
+from blocktable import BlockTableConfig, KVCacheGroup
+from blocktable.typing import IntArray
 from blocktable_replay.record import BlockRecord
 
 MAX_NAMED = 5

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from blocktable import IntArray
+from blocktable.typing import IntArray
 from blocktable_replay.plan import StepPlan
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import BlockTableConfig, IntArray
+from blocktable import BlockTableConfig
+from blocktable.typing import IntArray
 from blocktable_replay.checker import expected_slots
 from blocktable_replay.lane import Lane
 from blocktable_replay.player import Player, rows_of

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from blocktable import IntArray, KVCacheGroup
+from blocktable import KVCacheGroup
+from blocktable.typing import IntArray
 from blocktable_replay.plan import StepPlan
 from blocktable_replay.pool import BlockPool
 from blocktable_replay.schedule import Scheduler

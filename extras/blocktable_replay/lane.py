@@ -12,18 +12,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from blocktable import (
-    PAD_SLOT_ID,
-    Backend,
-    BlockTable,
-    BlockTableConfig,
-    BlockTableError,
-    CheckError,
-    Finding,
-    IntArray,
-    StepBuffers,
-    Writes,
-)
+from blocktable import PAD_SLOT_ID, BlockTable, BlockTableConfig, BlockTableError, CheckError, Finding, StepBuffers
+from blocktable.backend import Backend, Writes
+from blocktable.typing import IntArray
 from blocktable_replay.btrace import ARRAYS, OUTPUT_CALLS
 from blocktable_replay.checker import ExpectedStep, compare_block_table, compare_slots, slot_sizes
 from blocktable_replay.digest import output_digest

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import IntArray
+from blocktable.typing import IntArray
 
 Operation = tuple[str, tuple[Any, ...]]
 """A row operation: the name of a method of `BlockTable`, and its arguments."""

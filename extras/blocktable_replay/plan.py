@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blocktable import IntArray
+from blocktable.typing import IntArray
 from blocktable_replay.layout import Operation
 
 NO_REQUEST = -1

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import IntArray
+from blocktable.typing import IntArray
 from blocktable_replay.btrace import OUTPUT_CALLS, Foreign, RecordingError
 from blocktable_replay.checker import expected_step
 from blocktable_replay.lane import Lane

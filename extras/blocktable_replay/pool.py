@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from blocktable import NULL_BLOCK_ID, IntArray
+from blocktable import NULL_BLOCK_ID
+from blocktable.typing import IntArray
 from blocktable_replay.record import NULLED
 
 NO_KEY = -1
@@ -42,8 +43,8 @@ class BlockPool:
         self._queue: IntArray = np.empty(2 * num_blocks + 1, np.int32)
         self._queue[: free.size] = free
         self._head, self._tail = 0, free.size
-        self._places: IntArray = np.full(num_blocks, NOT_QUEUED, np.int64)  # block -> its valid place in the queue
-        self._places[free] = np.arange(free.size)
+        self._queue_index: IntArray = np.full(num_blocks, NOT_QUEUED, np.int64)  # block -> its valid place in the queue
+        self._queue_index[free] = np.arange(free.size)
 
     @property
     def num_used(self) -> int:
@@ -59,17 +60,17 @@ class BlockPool:
             owners: [count] int64 or one int. Uid of the request that each block goes to.
         """
         assert count <= self.num_free
-        stop, places, blocks = self._head, self._queue[:0], self._queue[:0]
+        stop, indexes, blocks = self._head, self._queue[:0], self._queue[:0]
         while blocks.size < count:
             start, stop = stop, stop + count - blocks.size
-            places = np.arange(start, stop)
+            indexes = np.arange(start, stop)
             found = self._queue[start:stop]
-            valid = found[self._places[found] == places]
+            valid = found[self._queue_index[found] == indexes]
             blocks = valid if blocks.size == 0 else np.concatenate((blocks, valid))
         blocks = blocks.copy()
         self._head = stop
         self.num_free -= count
-        self._places[blocks] = NOT_QUEUED
+        self._queue_index[blocks] = NOT_QUEUED
         self.references[blocks] = 1
         self.owners[blocks] = owners
         self._forget_keys(blocks)
@@ -79,7 +80,7 @@ class BlockPool:
         """Give distinct blocks one more holder; free ones leave the queue. `NULLED` among them means nothing."""
         held = blocks[blocks != NULLED]
         self.num_free -= int(np.count_nonzero(self.references[held] == 0))
-        self._places[held] = NOT_QUEUED
+        self._queue_index[held] = NOT_QUEUED
         self.references[held] += 1
 
     def free(self, blocks: IntArray) -> None:
@@ -88,14 +89,15 @@ class BlockPool:
         np.subtract.at(self.references, given, 1)
         unheld = given[self.references[given] == 0]
         order = np.arange(unheld.size)
-        self._places[unheld] = order
-        unheld = unheld[self._places[unheld] == order]  # once each: one that stands here twice, where it stands last
+        self._queue_index[unheld] = order
+        # Once each: one that stands here twice, where it stands last.
+        unheld = unheld[self._queue_index[unheld] == order]
         if self._tail + unheld.size > self._queue.size:
-            self._places[unheld] = NOT_QUEUED
+            self._queue_index[unheld] = NOT_QUEUED
             self._compact()
         end = self._tail + unheld.size
         self._queue[self._tail : end] = unheld
-        self._places[unheld] = np.arange(self._tail, end)
+        self._queue_index[unheld] = np.arange(self._tail, end)
         self.num_free += unheld.size
         self.owners[unheld] = NO_OWNER
         self._tail = end
@@ -123,7 +125,7 @@ class BlockPool:
 
     def _compact(self) -> None:
         queued = self._queue[self._head : self._tail]
-        valid = queued[self._places[queued] == np.arange(self._head, self._tail)]
+        valid = queued[self._queue_index[queued] == np.arange(self._head, self._tail)]
         self._head, self._tail = 0, valid.size
         self._queue[: valid.size] = valid
-        self._places[valid] = np.arange(valid.size)
+        self._queue_index[valid] = np.arange(valid.size)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from blocktable import IntArray
+from blocktable.typing import IntArray
 from blocktable_replay.pool import BlockPool
 from blocktable_replay.record import NULLED
 from blocktable_replay.traces import HASH_BLOCK_SIZE, Trace

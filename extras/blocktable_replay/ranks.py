@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import BlockTableConfig, ContextParallel, IntArray
+from blocktable import BlockTableConfig, ContextParallel
 from blocktable.cli import UsageError
+from blocktable.typing import IntArray
 from blocktable_replay.plan import StepPlan
 
 

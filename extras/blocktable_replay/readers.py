@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from blocktable import IntArray
+from blocktable.typing import IntArray
 from blocktable_replay.files import read_lines
 from blocktable_replay.traces import HASH_BLOCK_SIZE, MAX_NUM_TOKENS, BadLine, Trace, TraceError
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from blocktable import BlockTableConfig, IntArray, ranges
+from blocktable import BlockTableConfig
+from blocktable.backend import ranges
+from blocktable.typing import IntArray
 
 NULLED = -1
 """A block that the engine gave up (`null_ranges`): all its columns are NULL. One handed in may stand under its id."""

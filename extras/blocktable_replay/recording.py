@@ -17,7 +17,9 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from blocktable import ArgumentError, BlockTable, IntArray, Observation, Step, StepBuffers
+from blocktable import ArgumentError, BlockTable, Step, StepBuffers
+from blocktable.observer import Observation
+from blocktable.typing import IntArray
 from blocktable_replay.btrace import (
     ARRAYS,
     FORMAT,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from blocktable import IntArray
+from blocktable.typing import IntArray
 from blocktable_replay.plan import NO_REQUEST
 
 

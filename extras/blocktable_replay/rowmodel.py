@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import BlockTableConfig, IntArray
+from blocktable import BlockTableConfig
+from blocktable.typing import IntArray
 from blocktable_replay.record import NULLED, BlockRecord
 
 OF_ONE_ROW: dict[str, Callable[..., tuple[Any, ...]]] = {

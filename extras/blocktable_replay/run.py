@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from blocktable import IntArray
+from blocktable.typing import IntArray
 from blocktable_replay.btrace import OUTPUT_CALLS
 from blocktable_replay.checker import expected_step
 from blocktable_replay.digest import slot_digest

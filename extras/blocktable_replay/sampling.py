@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from blocktable import IntArray
+from blocktable.typing import IntArray
 from blocktable_replay.requests import LiveRequests
 
 ACCEPTANCE = 0.7

@@ -13,7 +13,9 @@ from collections import deque
 
 import numpy as np
 
-from blocktable import BlockTableConfig, BlockTableError, IntArray, ranges
+from blocktable import BlockTableConfig, BlockTableError
+from blocktable.backend import ranges
+from blocktable.typing import IntArray
 from blocktable_replay.layout import DenseRows, Operation, RowLayout, StableRows
 from blocktable_replay.options import ReplayOptions, tokens_per_block
 from blocktable_replay.plan import NO_REQUEST, Counters, StepPlan

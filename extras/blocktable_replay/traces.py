@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from blocktable import BlockTableError, IntArray
+from blocktable import BlockTableError
+from blocktable.typing import IntArray
 
 HASH_BLOCK_SIZE = 512
 """Tokens that one hash of a Mooncake trace stands for."""

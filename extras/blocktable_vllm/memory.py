@@ -9,17 +9,15 @@ import torch
 
 from blocktable import (
     ArgumentError,
-    Array,
-    Batch,
     BlockTableConfig,
     ConfigError,
     ContextParallel,
     DtypeError,
-    IntArray,
     KVCacheGroup,
-    address_of,
     get_backend,
 )
+from blocktable.backend import Batch, address_of
+from blocktable.typing import Array, IntArray
 
 COMMITS_IN_FLIGHT = 8
 """Commits whose device work may be unfinished before the next one waits: more than an engine ever is ahead."""

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktable import ArgumentError, Batch, BlockTableConfig, IntArray, StepBuffers
+from blocktable import ArgumentError, BlockTableConfig, StepBuffers
+from blocktable.backend import Batch
 from blocktable.host_path import HostPath, make_rows
+from blocktable.typing import IntArray
 from blocktable_vllm.memory import as_tensor, choose_backend, current_stream, stream_index
 
 MAX_FORMS = 1024

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktable import PAD_SLOT_ID, IntArray
+from blocktable import PAD_SLOT_ID
+from blocktable.typing import IntArray
 from blocktable_vllm.buffers import SlotBuffer, as_vllm
 from blocktable_vllm.memory import Geometry, Sizes
 from blocktable_vllm.settings import Settings

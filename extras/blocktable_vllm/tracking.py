@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktable import IntArray, RowCapacityError, Writes, ranges
+from blocktable import RowCapacityError
+from blocktable.backend import Writes, ranges
 from blocktable.device.staging import steady_entries
 from blocktable.host_path import compiled_changes
 from blocktable.protocols import CHANGES_HEADER
 from blocktable.rows import Journal
+from blocktable.typing import IntArray
 from blocktable_vllm.buffers import TrackedBuffer
 from blocktable_vllm.memory import copy_rows
 from blocktable_vllm.state import State
@@ -67,12 +69,12 @@ class TrackedState(State):
         self._lengths = np.empty(2 * self._num_counts, np.int64)
 
         capacity, compiled = 4 * self._num_counts + 64, compiled_changes()
-        self._append_equally = self._pack = None
+        self._append_to_all_groups = self._pack = None
         self._journal: Any
         if compiled is None:
             self._journal = Journal(capacity)
         else:
-            self._append_equally = compiled.append_equally
+            self._append_to_all_groups = compiled.append_to_all_groups
             self._journal, self._pack = compiled.make_journal(arena, self.host.mirror, capacity)
         store = self.device.store
         self._lender: Any = store if hasattr(store, "lend") else None
@@ -157,11 +159,11 @@ class TrackedState(State):
         if not self._queued_rows:
             return
         mirror, queued = self.host.mirror, self._take_queue()
-        if self._append_equally is None:
+        if self._append_to_all_groups is None:
             self._append_by_numpy(mirror, *queued, self._journal.mark)
             return
         offsets, lengths = self._offsets, self._lengths
-        size = self._append_equally(*queued, self._tables, self._num_rows, mirror, offsets, lengths)
+        size = self._append_to_all_groups(*queued, self._tables, self._num_rows, mirror, offsets, lengths)
         self._journal.mark(offsets[:size], lengths[:size])
 
     def _queue_arrays(self) -> tuple[IntArray, IntArray, IntArray]:

@@ -10,14 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from blocktable import (
-    PAD_SLOT_ID,
-    BlockTableConfig,
-    ContextParallel,
-    IntArray,
-    KVCacheGroup,
-    RowCapacityError,
-)
+from blocktable import PAD_SLOT_ID, BlockTableConfig, ContextParallel, KVCacheGroup, RowCapacityError
+from blocktable.typing import IntArray
 from blocktable_vllm.memory import COMMITS_IN_FLIGHT
 from blocktable_vllm.stable import StableRows
 

@@ -19,6 +19,7 @@ from serving import NUM_HEADS, Inputs, Layer
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import blocktable as bt
+from blocktable.typing import LayoutName
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -86,7 +87,7 @@ class Step:
         self.scale = inputs.queries.shape[-1] ** -0.5
         self.max_query_len = 1 if inputs.num_tokens == inputs.num_reqs else inputs.num_tokens
 
-    def tables(self, layout: str) -> list[torch.Tensor]:
+    def tables(self, layout: LayoutName) -> list[torch.Tensor]:
         """Return each group's table in a layout that the batch table itself meets."""
         inputs = self.inputs
         batch = {"num_computed_tokens": inputs.num_computed_tokens}
@@ -104,7 +105,7 @@ class Step:
         for layer, slots in zip(self.layers, self._slots, strict=True):
             self._write(inputs.keys, inputs.values, layer.keys, layer.values, slots, "auto", self._one, self._one)
 
-    def export(self, layout: str, group: int, out: bt.ExportBuffers) -> None:
+    def export(self, layout: LayoutName, group: int, out: bt.ExportBuffers) -> None:
         """Export the batch of one group."""
         self.table.export(
             layout,
@@ -305,7 +306,7 @@ class PagedFlashAttention:
     dtypes: tuple[str, ...] = SHORT_DTYPES
     needs_finite: bool | None = None
 
-    def __init__(self, name: str, layout: str, write: Write, attend: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, name: str, layout: LayoutName, write: Write, attend: Callable[..., torch.Tensor]) -> None:
         """attend: takes (inputs, layer, block_table, max_query_len, max_model_len, left) and returns the output."""
         self.name = name
         self._layout = layout

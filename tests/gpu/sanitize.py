@@ -63,13 +63,14 @@ def plant(backend: str) -> None:
     import numpy as np
 
     import blocktable as bt
+    from blocktable.backend import Writes
 
     config = bt.BlockTableConfig(
         groups=[bt.KVCacheGroup(block_size=16)], max_num_reqs=4, max_num_batched_tokens=16, max_model_len=2048
     )
     table = bt.BlockTable(config, backend)
     one = np.array([1], np.int32)
-    table.store.write(bt.Writes(config.arena, np.array([config.arena.size]), one, one), stream=None)
+    table.store.write(Writes(config.arena, np.array([config.arena.size]), one, one), stream=None)
     table.backend.synchronize()
 
 

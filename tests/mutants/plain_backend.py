@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from blocktable import PROTOCOL_VERSION, Batch, BlockTableConfig, StepBuffers, Writes
+from blocktable import BlockTableConfig, StepBuffers
+from blocktable.backend import PROTOCOL_VERSION, Batch, Writes
 
 
 class PlainStore:

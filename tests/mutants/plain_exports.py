@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from plain_backend import PlainBackend, PlainStore
 
-from blocktable import Batch, ExportBuffers, Layout
+from blocktable import ExportBuffers, Layout
+from blocktable.backend import Batch
 from blocktable.device.emulation import DeviceArray
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from plain_backend import PlainBackend, PlainMapper, PlainStore
 
-from blocktable import Batch, BlockTableConfig, StepBuffers, Writes
+from blocktable import BlockTableConfig, StepBuffers
+from blocktable.backend import Batch, Writes
 
 CAUGHT_BY: dict[str, str] = {}
 """Mutant -> the rule that a failed assertion must name."""

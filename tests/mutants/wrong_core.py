@@ -19,12 +19,13 @@ import blocktable.export_calls
 import blocktable.exports
 import blocktable.metadata
 import blocktable.table
-from blocktable import BlockTableConfig, ContextParallel, KVCacheGroup, RowCapacityError, Writes
+from blocktable import BlockTableConfig, ContextParallel, KVCacheGroup, RowCapacityError
+from blocktable.backend import Writes
 from blocktable.batches import BatchChecks, StepPlan
 from blocktable.exports import ExportSets
 from blocktable.host_exports import export_on_host as export_on_host_of_the_core
 from blocktable.inputs import read_step as step_inputs
-from blocktable.metadata import Family, MetadataPlan
+from blocktable.metadata import MetadataPlan, SharedExport
 from blocktable.overlaps import OutputMemory
 from blocktable.requests import Requests
 from blocktable.rows import NumpyRows
@@ -356,18 +357,18 @@ def each_group_counts_for_itself(patch: pytest.MonkeyPatch) -> None:
 
     def make_plan(config: BlockTableConfig, layouts: Any, lengths_from: Any) -> MetadataPlan:
         plan = right(config, layouts, lengths_from)
-        families: list[Family] = []
-        places: list[tuple[int, int] | None] = []
-        for group, place in enumerate(plan.places):
-            places.append(None if place is None else (len(families), 0))
+        shared_exports: list[SharedExport] = []
+        export_of_group: list[tuple[int, int] | None] = []
+        for group, place in enumerate(plan.export_of_group):
+            export_of_group.append(None if place is None else (len(shared_exports), 0))
             if place is not None:
-                families.append(Family(plan.families[place[0]].layout, (group,)))
+                shared_exports.append(SharedExport(plan.shared_exports[place[0]].layout, (group,)))
         lengths: list[int | None] = []
-        for family in plan.lengths:
-            lengths.append(None if family is None else len(families))
-            if family is not None:
-                families.append(plan.families[family])
-        return MetadataPlan(tuple(families), tuple(places), tuple(lengths))
+        for index in plan.lengths:
+            lengths.append(None if index is None else len(shared_exports))
+            if index is not None:
+                shared_exports.append(plan.shared_exports[index])
+        return MetadataPlan(tuple(shared_exports), tuple(export_of_group), tuple(lengths))
 
     patch.setattr(blocktable.metadata, "make_plan", make_plan)
 

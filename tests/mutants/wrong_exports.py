@@ -6,7 +6,8 @@ from typing import Any
 
 from plain_exports import ExportStore, PlainExportBackend
 
-from blocktable import Batch, ExportBuffers, Layout
+from blocktable import ExportBuffers, Layout
+from blocktable.backend import Batch
 
 CAUGHT_BY: dict[str, str] = {}
 """Mutant -> the rule that a failed assertion must name."""

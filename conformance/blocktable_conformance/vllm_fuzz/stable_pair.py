@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktable import PAD_SLOT_ID, BlockTableError, IntArray, RowCapacityError
+from blocktable import PAD_SLOT_ID, BlockTableError, RowCapacityError
+from blocktable.typing import IntArray
 from blocktable_conformance.vllm_fuzz.pair import Different
 from blocktable_conformance.vllm_fuzz.stable_histories import Call, Geometry, Look
 from blocktable_vllm import drop_in_v2

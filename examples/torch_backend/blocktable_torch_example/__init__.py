@@ -10,7 +10,7 @@ from blocktable.device import DeviceBackend, Driver, device_index
 
 class TorchExampleBackend(DeviceBackend):
     name = "torch-example"
-    # What this was written for. Not blocktable.PROTOCOL_VERSION, which would match whatever is installed.
+    # What this was written for. Not blocktable.backend.PROTOCOL_VERSION, which would match whatever is installed.
     protocol_version = 2
     has_exports = False
     has_checks = False

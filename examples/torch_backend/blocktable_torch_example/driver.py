@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
-from blocktable import address_of
+from blocktable.backend import address_of
 from blocktable.device import (
     INT32_MAX,
     EmulatedDriver,

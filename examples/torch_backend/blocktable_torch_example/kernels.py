@@ -16,7 +16,7 @@ that any grid will do.
 import triton
 import triton.language as tl
 
-from blocktable import GROUP_FIELDS
+from blocktable.backend import GROUP_FIELDS
 
 SLOT_MODE_RING, SLOT_MODE_NONE = tl.constexpr(1), tl.constexpr(2)
 
