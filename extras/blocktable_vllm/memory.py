@@ -228,7 +228,7 @@ class HostMemory:
 
 
 def copy_rows(source: Any, target: Any, start: int, stop: int) -> None:
-    """Copy rows of a host tensor to a device tensor without a wait; later changes of the host do not overtake it.
+    """Copy rows of a host tensor to a device tensor without a wait; later changes on the host do not reach it.
 
     Args:
         source: [rows, ...] torch, on the host.
