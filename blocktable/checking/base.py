@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from blocktable.checking.pools import Holders
-from blocktable.checking.rows import CheckedRows
+from blocktable.checking.rows import CheckedRows, RowWatcher
 from blocktable.config import BlockTableConfig
 from blocktable.findings import Findings
 from blocktable.host_path import HostPath
@@ -55,7 +55,7 @@ class BaseChecker:
         self._rows, self._mirror = rows, rows.watch()
         self.lives.attach(self._mirror, rows.journal)
         self.holders.attach(rows, self.lives)
-        return cast(HostPath, CheckedRows(rows, self))
+        return cast(HostPath, CheckedRows(rows, cast(RowWatcher, self)))
 
     def hand_in(self, group: int, ids: IntArray) -> bool:
         """As `RowWatcher.hand_in`."""

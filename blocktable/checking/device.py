@@ -223,7 +223,7 @@ class DeviceChecker(BaseChecker):
 
     def before_commit(self, stream: int | None) -> None:
         self.num_commits += 1
-        self._is_told = self._is_told or self._has_rows
+        self._is_told = self._has_rows
         self._tell()
 
     def before_slots(
@@ -242,8 +242,9 @@ class DeviceChecker(BaseChecker):
             self.findings.add(found)
 
     def before_step(self, batch: Batch, num_tokens_padded: int | None, out: StepBuffers, stream: int | None) -> None:
-        self._is_told = self._is_told or self._has_rows
-        self.before_slots(batch, num_tokens_padded, None, stream)
+        self._is_told = self._has_rows
+        if type(batch.query_start_loc) is np.ndarray:
+            self.before_slots(batch, num_tokens_padded, None, stream)
         self._tell()
         self.num_commits += 1
 

@@ -106,7 +106,8 @@ class CheckedRows:
         self._watcher.on_row_call()
         compiled = self._watcher.holders.compiled
         if compiled is not None and not self._is_compiled:
-            operations = self._rows.checked_operations(compiled)
+            compiled_rows: Any = self._rows
+            operations = compiled_rows.checked_operations(compiled)
             self._append_checked, self._set_checked, self._truncate_checked = operations
             self._is_compiled = True
 

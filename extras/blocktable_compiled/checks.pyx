@@ -7,7 +7,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libcpp.vector cimport vector
 
-from blocktable_compiled.holders cimport Block, CompiledHolders, Held
+from blocktable_compiled.holders cimport Block, Clean, CompiledHolders, Held
 
 cnp.import_array()
 
@@ -29,6 +29,7 @@ cdef struct Group:
     int64_t start, width, tokens, expansion, is_ring, null_id, world, rank, interleave, is_lenient
     int64_t shift  # position >> shift is its column; -1: it takes more than that
     const int32_t* filled
+    Clean* clean
     Block* blocks
 
 
@@ -79,7 +80,8 @@ cdef class TokenCheck:
                 shift = tokens.bit_length() - 1
             self.groups.push_back(Group(
                 held.start, held.width, tokens, held.expansion, fields[i, 2], held.null_id, fields[i, 3], fields[i, 4],
-                fields[i, 5], fields[i, 6], shift, &holders.arena[fields[i, 0] * self.num_rows], held.blocks,
+                fields[i, 5], fields[i, 6], shift, &holders.arena[fields[i, 0] * self.num_rows],
+                &holders.clean[fields[i, 0] * self.num_rows], held.blocks,
             ))
             self.has_lenient |= fields[i, 6] != 0
 
@@ -142,8 +144,9 @@ cdef class TokenCheck:
 
     cdef bint _group(self, const Group& group, int64_t n) noexcept nogil:
         """Look at the blocks that the requests write in one group; memory is asked for before it is read."""
-        cdef int64_t i, first, last, row, block
+        cdef int64_t i, first, last, row, block, num_shares = self.holders.num_shares
         cdef int32_t entry
+        cdef const Clean* clean
         cdef const int32_t* arena = &self.holders.arena[0]
         for i in range(n):
             row, first, last = self.written[i].row, self.written[i].first, self.written[i].last
@@ -151,6 +154,10 @@ cdef class TokenCheck:
                 first, last = first >> group.shift, last >> group.shift
                 if last >= group.filled[row]:
                     return False
+                clean = group.clean + row
+                if first == last == clean.column and clean.num_shares == num_shares:
+                    self.found[i] = -1
+                    continue
                 if first == last:
                     self.found[i] = group.start + row * group.width + first
                     blocktable_prefetch_read(arena + self.found[i])
@@ -172,8 +179,10 @@ cdef class TokenCheck:
                 self.found[i] = block
                 blocktable_prefetch_read(group.blocks + block)
         for i in range(n):
-            if self.found[i] >= 0 and group.blocks[self.found[i]].counts != 1:
-                return False
+            if self.found[i] >= 0:
+                if group.blocks[self.found[i]].counts != 1:
+                    return False
+                group.clean[self.written[i].row] = Clean(self.written[i].first >> group.shift, num_shares)
         return True
 
     cdef void _note(self, int64_t n) noexcept nogil:

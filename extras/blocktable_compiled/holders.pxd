@@ -16,6 +16,11 @@ cdef struct Held:
     Block* blocks
 
 
+cdef struct Clean:
+    # Of one row of one group, the column that was last seen to be no other row's; at another `num_shares` it is unknown.
+    int64_t column, num_shares
+
+
 cdef struct Change:
     int64_t entry
     int32_t old, new
@@ -40,6 +45,8 @@ cdef class CompiledHolders:
     cdef CompiledJournal journal
     cdef vector[Held] groups
     cdef vector[Change] changes
+    cdef vector[Clean] clean
+    cdef int64_t num_shares  # how often a block was taken that had a holder
     cdef vector[int64_t] filled
     cdef uint8_t[::1] touched
     cdef int64_t[::1] has_touched

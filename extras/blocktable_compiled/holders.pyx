@@ -58,6 +58,7 @@ cdef class CompiledHolders:
         self.arena, self.mirror, self.journal, self.hand_ins = arena, mirror, journal, hand_ins
         self.num_rows, self.num_cells, self.is_stale = num_rows, num_rows * fields.shape[0], is_stale
         self.told_lives = -1
+        self.clean.resize(self.num_cells, Clean(-1, 0))
         if told is None:
             self.lives, self.marks, self.next_life = lives
         else:
@@ -101,7 +102,8 @@ cdef class CompiledHolders:
         self.hand_ins[1] = self.hand_ins[0]
         for i in range(self.changes.size()):
             if change[i].entry < self.num_cells:
-                self._tell_life(change[i].entry % self.num_rows)
+                if (change[i].old == 0) != (change[i].new == 0):
+                    self._tell_life(change[i].entry % self.num_rows)
             else:
                 group = self._group_of(change[i].entry, group)
                 if self.groups[group].bits >= 0:
@@ -136,7 +138,7 @@ cdef class CompiledHolders:
     cdef void _make(self, int64_t step, bint is_undone) noexcept:
         """Count what the changes release and take, and make them."""
         cdef size_t i, g = 0
-        cdef int64_t entry, row, place, cell, old, new
+        cdef int64_t entry, row, column, place, cell, old, new
         cdef const Held* group
         cdef Block* block
         for i in range(self.changes.size()):
@@ -151,13 +153,19 @@ cdef class CompiledHolders:
             g = self._group_of(entry, g)
             group = &self.groups[g]
             place = entry - group.start
-            row = place // group.width
+            if place <= MAX_INT32:  # much faster
+                row = <uint32_t>place // <uint32_t>group.width
+            else:
+                row = place // group.width
+            cell = row + <int64_t>g * self.num_rows
+            column = place - row * group.width
+            if self.clean[cell].column == column:
+                self.clean[cell].column = -1
             if group.expansion > 1:
-                if (place - row * group.width) % group.expansion:
+                if column % group.expansion:
                     continue  # one column stands for a block
                 old = _block_of(<int32_t>old, group.expansion)
                 new = _block_of(<int32_t>new, group.expansion)
-            cell = row + <int64_t>g * self.num_rows
             if old != group.null_id:
                 block = group.blocks + old
                 block.counts -= 1
@@ -165,6 +173,7 @@ cdef class CompiledHolders:
                 block.squares -= cell * cell
             if new != group.null_id:
                 block = group.blocks + new
+                self.num_shares += block.counts > 0
                 block.counts += 1
                 block.cells += cell
                 block.squares += cell * cell
