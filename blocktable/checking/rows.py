@@ -77,6 +77,9 @@ class CheckedRows:
 
     def __init__(self, rows: HostPath, watcher: RowWatcher) -> None:
         self._rows, self._watcher, self._lives = rows, watcher, watcher.lives
+        # What each step asks for: found here, not by way of `__getattr__`.
+        self.journal: Any = rows.journal
+        self.pack_changes: Callable[[IntArray], int] = rows.pack_changes
         self._append_checked = self._set_checked = self._truncate_checked = _says_no
         self._is_compiled = False  # from the first operation on, which tells of itself
         config = watcher.config

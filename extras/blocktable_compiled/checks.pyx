@@ -3,6 +3,7 @@
 # distutils: language=c++
 """The tokens of a call that are as they should be, seen in one pass: what the host checker need not look at."""
 
+cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libcpp.vector cimport vector
@@ -44,6 +45,7 @@ cdef int64_t local_length(const Group& group, int64_t length) noexcept nogil:
     return length // turn * group.interleave + min(max(rest, 0), group.interleave)
 
 
+@cython.final
 cdef class TokenCheck:
     """Says of a call that nothing can be wrong with its tokens, and then notes what they write.
 

@@ -1,4 +1,5 @@
 # distutils: language=c++
+cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libcpp.vector cimport vector
 
@@ -37,6 +38,7 @@ cdef struct Given:
     bint has_own_counts
 
 
+@cython.final  # its methods are called directly, and inlined
 cdef class CompiledHolders:
     cdef int32_t[::1] arena, mirror
     cdef int64_t[::1] hand_ins, lives, marks, next_life

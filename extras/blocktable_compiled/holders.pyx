@@ -6,6 +6,7 @@
 Every method takes the memory that it needs before it changes anything, and runs nobody's Python.
 """
 
+cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libcpp.vector cimport vector
@@ -33,6 +34,7 @@ cdef enum:
 cdef int64_t UNMARKED = (1ULL << 63) - 1
 
 
+@cython.final
 cdef class CompiledHolders:
     """The rows as of the last commit, what is known of each block, and whose rows are.
 
