@@ -41,7 +41,7 @@ def make(
     monkeypatch: pytest.MonkeyPatch, path: str, mode: Any, options: dict[str, Any], severity: str | None = None
 ) -> bt.BlockTable:
     monkeypatch.setenv("BLOCKTABLE_HOST_PATH", path)
-    sizes = {"max_num_reqs": NUM_ROWS, "max_num_batched_tokens": 64, "max_model_len": 4 * LONGEST}
+    sizes: Any = {"max_num_reqs": NUM_ROWS, "max_num_batched_tokens": 64, "max_model_len": 4 * LONGEST}
     kinds: Any = None if severity is None else dict.fromkeys(KINDS, severity)
     return bt.BlockTable(bt.BlockTableConfig(**sizes, **options), "numpy", check=mode, check_kinds=kinds)
 
