@@ -142,6 +142,7 @@ cdef class CompiledHolders:
         cdef size_t i, g = 0
         cdef int64_t entry, row, column, place, cell, old, new
         cdef const Held* group
+        cdef const Change* ahead
         cdef Block* block
         for i in range(self.changes.size()):
             entry, old, new = self.changes[i].entry, self.changes[i].old, self.changes[i].new
@@ -154,6 +155,9 @@ cdef class CompiledHolders:
                 continue
             g = self._group_of(entry, g)
             group = &self.groups[g]
+            if i + AHEAD < self.changes.size() and group.expansion == 1:  # of another group it is asked for in vain
+                ahead = &self.changes[i + AHEAD]
+                blocktable_prefetch_write(group.blocks + (ahead.new if ahead.old == group.null_id else ahead.old))
             place = entry - group.start
             if place <= MAX_INT32:  # much faster
                 row = <uint32_t>place // <uint32_t>group.width
