@@ -14,7 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = Path("extras", "blocktable_compiled")
-MODULES = ("arguments", "journal", "operations", "drop_in", "steps", "checks", "launching")
+MODULES = ("arguments", "journal", "operations", "drop_in", "steps", "holders", "checks", "launching")
 
 
 class CompiledHostPath(BuildHookInterface[Any]):

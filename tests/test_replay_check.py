@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ import pytest
 
 import blocktable as bt
 from blocktable import cli
+from blocktable_replay.lane import Lane
+from blocktable_replay.options import ReplayOptions
+from blocktable_replay.progress import SilentProgress
+from blocktable_replay.readers import read_trace
+from blocktable_replay.run import Replay
+from blocktable_replay.synthetic import EXERCISE, SHIPPED
 
 CONFIG = bt.BlockTableConfig(
     groups=[bt.KVCacheGroup(block_size=4, num_blocks=60)],
@@ -143,3 +150,19 @@ def test_right_replays_of_traces_have_no_finding(
     status, _, summary = replay(path, capsys, *options)
     assert (status, summary["mismatches"], summary["findings"]["count"]) == (0, 0, 0)
     assert summary["schedule"]["forks"] == 1
+
+
+@pytest.mark.parametrize("content", [None, AZURE, MOONCAKE], ids=["synthetic", "azure", "mooncake"])
+def test_kernels_find_nothing_in_right_replays_of_traces(content: str | None, tmp_path: Path) -> None:
+    """As in host mode; every group says how many blocks it has. Rules: R41."""
+    path, options = SHIPPED, EXERCISE
+    if content is not None:
+        path, options = tmp_path / "trace", ReplayOptions()
+        path.write_text(content)
+    config = options.config()
+    groups = [replace(group, num_blocks=group.num_blocks or 1 << 16) for group in config.groups]
+    lane = Lane("plain", bt.get_backend("numpy"), config)
+    checker = Lane("checker", bt.get_backend("numpy"), replace(config, groups=groups), check="device")
+    result = Replay(read_trace(path), options, [lane], None, checker).run(SilentProgress(), max_steps=300)
+    assert result.counters["steps"] > 20
+    assert (checker.table.collect_findings(), checker.engine_findings) == ((), [])

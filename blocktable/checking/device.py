@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from blocktable.arrays import Array, IntArray
+from blocktable.arrays import IntArray
 from blocktable.check_plan import DEVICE_KINDS, MAX_INT32, MAX_RECORDS, RECORD, REQUEST_KINDS, CheckPlan
+from blocktable.checking.base import BaseChecker
 from blocktable.checking.calls import StartsCheck, check_starts
-from blocktable.checking.pools import Holders, Pool
+from blocktable.checking.lives import positions_per_block
 from blocktable.checking.reasons import slot_reason
-from blocktable.checking.rows import CheckedRows
 from blocktable.config import BlockTableConfig
 from blocktable.errors import ConfigError
 from blocktable.findings import Finding, Findings
-from blocktable.host_path import Difference, HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import Backend, Batch, BlockStore, ExportBuffers, StepBuffers
 
@@ -67,58 +66,6 @@ def plan_checks(config: BlockTableConfig, findings: Findings) -> CheckPlan:
     return CheckPlan(kinds, tuple(pools), tuple(num_blocks), has_owners)
 
 
-class SharedPool(Pool):
-    """A pool that knows which of its blocks two cells hold: those where number * squares is not sum ** 2.
-
-    Attributes:
-        squares: int64. Sum of the squares of the cells that hold the block.
-        is_shared: whether two cells held it when `switched` was last asked.
-    """
-
-    arrays: tuple[str, ...] = (*Pool.arrays, "squares", "is_shared")
-
-    def __init__(self, groups: tuple[int, ...], limit: int) -> None:
-        super().__init__(groups, limit)
-        self.squares: IntArray = np.zeros(self.counts.size, np.int64)
-        self.is_shared: IntArray = np.zeros(self.counts.size, np.bool_)
-        self._touched: list[IntArray] = []
-
-    def hold(self, ids: IntArray, cells: IntArray, step: int) -> None:
-        super().hold(ids, cells, step)
-        np.add.at(self.squares, self.index(ids), cells * cells)
-        self._touched.append(ids)
-
-    def release(self, ids: IntArray, cells: IntArray) -> None:
-        super().release(ids, cells)
-        np.subtract.at(self.squares, self.index(ids), cells * cells)
-        self._touched.append(ids)
-
-    def switched(self) -> tuple[IntArray, IntArray]:
-        """Return blocks that became shared, or are no longer, since the last call: ids, and whether they are now."""
-        if not self._touched:
-            return np.empty(0, np.int64), np.empty(0, np.bool_)
-        ids = np.unique(np.concatenate(self._touched))
-        self._touched.clear()
-        index = self.index(ids)
-        number, total = self.counts[index], self.cells[index]
-        is_shared = (number > 1) & (number * self.squares[index] != total * total)
-        has_switched = is_shared != self.is_shared[index]
-        self.is_shared[index] = is_shared
-        return ids[has_switched], is_shared[has_switched]
-
-
-class DeviceHolders(Holders):
-    """`Holders` over an arena that ends with what kernels are told."""
-
-    pool_type: type[Pool] = SharedPool
-
-    def difference(self, rows: HostPath) -> Difference:
-        arena = self.config.arena
-        change = super().difference(rows)
-        size = int(change.entries.searchsorted(arena.size - arena.num_check_entries))
-        return Difference(*(array[:size] for array in change))
-
-
 class DeviceLives:
     """Lives and marks as kernels are told of them: numbers in the mirror, which a commit sends (`CheckRegions`).
 
@@ -130,14 +77,10 @@ class DeviceLives:
 
     def __init__(self, config: BlockTableConfig) -> None:
         self._regions, self._num_rows = config.check_regions, config.num_rows
-        world_size = config.context_parallel.world_size
-        # Positions that a block of each group stands for; 0 where blocks do not stand for positions.
-        reach = [
-            group.block_size * (world_size if group.is_sharded else 1) if group.slot_mode == "linear" else 0
-            for group in config.groups
-        ]
-        self._reach = np.array(reach, np.int64)[:, None]
-        self._touched: list[IntArray] = []  # rows whose life is another one since the last commit
+        self._reach = positions_per_block(config)
+        # Rows whose life is another one since the last commit, and whether there are any.
+        self._touched: IntArray = np.zeros(self._num_rows, np.uint8)
+        self._has_touched: IntArray = np.zeros(1, np.int64)
         self._is_told = False
 
     def attach(self, mirror: IntArray, journal: Any) -> None:
@@ -165,7 +108,7 @@ class DeviceLives:
     def begin(self, rows: IntArray) -> None:
         """Begin a life for each row, unmarked."""
         self._lives[rows] = self._following(np.abs(self._lives[rows]))
-        self._touched.append(rows)
+        self._touch(rows)
         self.unmark(rows)
 
     def unmark(self, rows: IntArray) -> None:
@@ -182,7 +125,7 @@ class DeviceLives:
         target, source = np.concatenate((dst, emptied)), np.concatenate((src, replaced))
         for region in (self._lives, self._restarts, self._caps):
             region[target] = region[source]
-        self._touched.append(target)
+        self._touch(target)
         self._mark(target)
         self.begin(emptied)
 
@@ -196,6 +139,11 @@ class DeviceLives:
         if falls.any():
             self._restart(rows[falls], left[falls])
 
+    @property
+    def arrays(self) -> tuple[IntArray, IntArray]:
+        """What the compiled path changes too, beside the mirror: touched rows, and whether there are any."""
+        return self._touched, self._has_touched
+
     def note_counts(self, rows: IntArray, filled: IntArray) -> None:
         """Note which rows hold blocks, of those whose counts or lives have changed.
 
@@ -203,13 +151,16 @@ class DeviceLives:
             rows: [n] int64. Rows whose counts have changed; they may repeat.
             filled: [num_groups, num_rows] int32.
         """
-        rows = np.unique(np.concatenate((rows, *self._touched)))
-        self._touched.clear()
+        rows = np.unique(np.concatenate((rows, np.flatnonzero(self._touched))))
+        self._touched[:] = self._has_touched[:] = 0
         before = self._lives[rows]
         self._lives[rows] = after = np.where(filled[:, rows].any(0), np.abs(before), -np.abs(before))
         rows = rows[before != after]
         if rows.size:
             self._journal.mark(self._regions.lives + rows, np.ones_like(rows))
+
+    def _touch(self, rows: IntArray) -> None:
+        self._touched[rows] = self._has_touched[0] = 1
 
     def _following(self, numbers: IntArray) -> IntArray:
         """Return new numbers; modulo num_rows they stay what they are, so that no two rows have the same."""
@@ -229,7 +180,7 @@ class DeviceLives:
         self._journal.mark(starts, np.ones_like(starts))
 
 
-class DeviceChecker:
+class DeviceChecker(BaseChecker):
     """Finds every kind but "stale_batch": what tokens do in kernels, what rows do on the host.
 
     A finding of a kernel's is known when a later call looks, or at `collect`. Its step is that of the last commit that
@@ -237,55 +188,33 @@ class DeviceChecker:
 
     Args:
         config: with a `check_plan`.
-        backend: brings counts of exports to the host, at `collect`.
+        backend, device, findings: as `BaseChecker`.
         store: its kernels check.
-        findings: where findings go.
-
-    Attributes:
-        config, findings: as given.
-        lives: whose rows are, as the kernels are told.
-        holders: the rows as of the last commit.
-        num_commits: commits so far; a step is one.
 
     Rules: R38, R41.
     """
 
+    lives: DeviceLives
+
     def __init__(
         self, config: BlockTableConfig, backend: Backend, device: Any, store: BlockStore, findings: Findings
     ) -> None:
-        self.config = config
-        self.findings = findings
-        self.lives: Any = DeviceLives(config)
-        self.holders: DeviceHolders = DeviceHolders(config)
-        self.num_commits: int = 0
+        super().__init__(config, backend, device, store, findings, DeviceLives(config))
         self._has_rows = False  # until the first row operation: warm-up and profiling
         self._is_told = False  # until a commit after it: kernels know of no row before
-        self._backend, self._store = backend, cast(Any, store)
         self._records: IntArray = self._store.findings
         self._next = 0  # number of the first record that was not read
-        self._rows: Any = None
         plan, regions = config.check_plan, config.check_regions
         assert plan is not None
         self._copies = [regions.copies[pool] if pool >= 0 else 0 for pool in plan.pools]
-        pools = dict(zip(plan.pools, self.holders.pools, strict=True))
-        self._pools = [(cast(SharedPool, pools[pool]), held) for pool, held in enumerate(regions.held)]
-        self._num_counts = config.arena.num_groups * config.arena.num_rows
+        self._bits = self.holders.bits(plan, regions)
         self._cuts: weakref.WeakKeyDictionary[ExportBuffers, list[Any]] = weakref.WeakKeyDictionary()
 
     # What the table tells.
 
-    def checked_rows(self, rows: HostPath) -> HostPath:
-        self._rows = rows
-        self._mirror = rows.live_mirror()
-        self.lives.attach(self._mirror, rows.journal)
-        return cast(HostPath, CheckedRows(rows, self))
-
     def on_row_call(self) -> None:
         self._has_rows = True
         self.lives.tell()
-
-    def hand_in(self, group: int, ids: IntArray) -> bool:
-        return self.holders.pools[group].hand_in(ids)
 
     def has_replaced(self, rows: IntArray, group: int, ids: IntArray) -> None:
         if self._copies[group]:
@@ -293,16 +222,10 @@ class DeviceChecker:
             self._mirror[entries] = self.lives.numbers(rows)
             self._rows.journal.mark(entries, np.ones_like(entries))
 
-    def before_committed(self, rows: HostPath) -> None:
-        """Kernels were told before."""
-
     def before_commit(self, stream: int | None) -> None:
         self.num_commits += 1
-        self._is_told = self._is_told or self._has_rows
+        self._is_told = self._has_rows
         self._tell()
-
-    def before_gather(self, batch: Batch, out: StepBuffers, stream: int | None) -> None:
-        """Nothing is asked of batch tables."""
 
     def before_slots(
         self, batch: Batch, num_tokens_padded: int | None, groups: tuple[int, ...] | None, stream: int | None
@@ -320,8 +243,9 @@ class DeviceChecker:
             self.findings.add(found)
 
     def before_step(self, batch: Batch, num_tokens_padded: int | None, out: StepBuffers, stream: int | None) -> None:
-        self._is_told = self._is_told or self._has_rows
-        self.before_slots(batch, num_tokens_padded, None, stream)
+        self._is_told = self._has_rows
+        if type(batch.query_start_loc) is np.ndarray:
+            self.before_slots(batch, num_tokens_padded, None, stream)
         self._tell()
         self.num_commits += 1
 
@@ -359,27 +283,33 @@ class DeviceChecker:
 
     def _tell(self) -> None:
         """Write what pending changes mean to kernels into the mirror, as changes of the same commit."""
-        if not self._rows.has_changes:
-            return
-        change = self.holders.difference(self._rows)
-        self.holders.apply(change, self.num_commits)
-        for shared in set(self.holders.pools):
-            shared.epoch += 1
-        counts = change.entries[: int(change.entries.searchsorted(self._num_counts))]
-        self.lives.note_counts(counts % self.config.num_rows, self.holders.filled)
-        journal, mirror = self._rows.journal, self._mirror
-        for pool, held in self._pools:
-            ids, is_shared = pool.switched()
-            if ids.size:
-                words, bits = held + (ids >> 5), np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32))
-                entries = mirror.view(np.uint32)
-                np.bitwise_or.at(entries, words[is_shared], bits[is_shared])
-                np.bitwise_and.at(entries, words[~is_shared], ~bits[~is_shared])
-                words = np.unique(words)
-                journal.mark(words, np.ones_like(words))
-        step = self.config.check_regions.step
-        mirror[step] = self.num_commits
-        journal.mark(np.array([step]), np.ones(1, np.int64))
+        if self.holders.compiled is not None:
+            self.holders.compiled.tell(self.num_commits)
+        elif self._rows.has_changes:
+            self._tell_by_numpy()
+
+    def _tell_by_numpy(self) -> None:
+        holders, mirror, arena = self.holders, self._mirror, self.config.arena
+        holders.take(self.num_commits)
+        holders.hand_ins[1] = holders.hand_ins[0]
+        counts = holders.taken.entries[: int(holders.taken.entries.searchsorted(arena.num_groups * arena.num_rows))]
+        self.lives.note_counts(counts % arena.num_rows, holders.filled)
+        marks = [np.array([self.config.check_regions.step])]
+        mirror[marks[0]] = self.num_commits
+        for move in holders.moves(holders.taken):
+            pool = holders.pools[move.group]
+            if pool not in self._bits:
+                continue
+            start, number = self._bits[pool]
+            ids, is_shared = pool.switched(np.concatenate((move.released, move.held)))
+            ids, is_shared = ids[ids < number], is_shared[ids < number]
+            words, bits = start + (ids >> 5), np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32))
+            entries = mirror.view(np.uint32)
+            np.bitwise_or.at(entries, words[is_shared], bits[is_shared])
+            np.bitwise_and.at(entries, words[~is_shared], ~bits[~is_shared])
+            marks.append(words)
+        entries = np.unique(np.concatenate(marks))
+        self._rows.journal.mark(entries, np.ones_like(entries))
 
     # What they have found.
 
@@ -480,6 +410,3 @@ class DeviceChecker:
             return position
         turn = position // (shard.world_size * shard.interleave_size)
         return turn * shard.interleave_size + position % shard.interleave_size
-
-    def _host(self, array: Array) -> IntArray:
-        return np.asarray(self._backend.to_host(array))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from blocktable.arrays import Array, IntArray
+from blocktable.checking.base import BaseChecker
 from blocktable.checking.calls import StartsCheck, check_starts, find_unset_rows
 from blocktable.checking.lives import UNMARKED, RowLives
-from blocktable.checking.pools import Holders
-from blocktable.checking.rows import CheckedRows
 from blocktable.checking.tokens import GroupTokens, LocatedTokens, Tokens, make_tokens, runs
 from blocktable.checking.written import GroupFinder
 from blocktable.config import BlockTableConfig
@@ -19,7 +18,7 @@ from blocktable.errors import ArgumentError, BlockTableError
 from blocktable.exports import check_first_tokens
 from blocktable.findings import Finding, Findings
 from blocktable.host_exports import check_capacity
-from blocktable.host_path import Difference, HostPath
+from blocktable.host_path import HostPath
 from blocktable.layouts import Layout
 from blocktable.protocols import Backend, Batch, BlockStore, ExportBuffers, StepBuffers, no_writes
 
@@ -27,40 +26,26 @@ MAX_MARK = 1 << 62
 """Marks stay below, so that nothing added to one passes 64 bits."""
 
 
-class HostChecker:
+class HostChecker(BaseChecker):
     """Finds every kind, in the call that does the harm; it brings device arrays to the host, and waits for them.
 
     Args:
-        config: the geometry.
-        backend: brings arrays to the host.
-        device: what the backend calls a device.
+        config, backend, device, findings: as `BaseChecker`.
         store: refuses a commit on a capturing stream.
-        findings: where findings go.
-
-    Attributes:
-        config: as given.
-        findings: as given.
-        lives: whose rows are.
-        holders: the rows as of the last commit.
-        num_commits: commits so far; a step is one.
 
     Rules: R38, R39.
     """
 
+    lives: RowLives
+
     def __init__(
         self, config: BlockTableConfig, backend: Backend, device: Any, store: BlockStore, findings: Findings
     ) -> None:
-        self.config = config
-        self.findings = findings
-        self.lives: RowLives = RowLives(config)
-        self.holders: Holders = Holders(config)
-        self.num_commits: int = 0
-        self._backend, self._device, self._store = backend, device, store
+        super().__init__(config, backend, device, store, findings, RowLives(config))
         self._can_capture = "graph_capture" in backend.capabilities
-        self._rows: Any = None
         self._quick: Any = None
         self._is_used = False  # until the first row operation: warm-up and profiling
-        self._ahead: Difference | None = None  # what a step that is running will have committed
+        self._is_ahead = False  # whether `holders` are what a step that is running will have committed
         self._has_new_lives = False
         self._batches: weakref.WeakKeyDictionary[StepBuffers, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         groups = [i for i, group in enumerate(config.groups) if group.slot_mode in ("linear", "ring")]
@@ -73,27 +58,23 @@ class HostChecker:
     # What the table tells.
 
     def checked_rows(self, rows: HostPath) -> HostPath:
-        self._rows = rows
+        checked = super().checked_rows(rows)
         self._quick = self._make_quick(getattr(rows, "token_check", None))
-        return cast(HostPath, CheckedRows(rows, self))
+        return checked
 
     def on_row_call(self) -> None:
         self._is_used = self._has_new_lives = True
         self._settle()
-
-    def hand_in(self, group: int, ids: IntArray) -> bool:
-        return self.holders.pools[group].hand_in(ids)
 
     def has_replaced(self, rows: IntArray, group: int, ids: IntArray) -> None:
         pool = self.holders.pools[group]
         pool.writers[pool.index(ids)] = 0
 
     def before_committed(self, rows: HostPath) -> None:
-        if self._ahead is None:
-            self.holders.apply(self.holders.difference(rows), self.num_commits - 1)
-        self._ahead = None
-        for pool in self.holders.pools:
-            pool.epoch += 1
+        if not self._is_ahead:
+            self.holders.take(self.num_commits - 1)
+        self._is_ahead = False
+        self.holders.hand_ins[1] = self.holders.hand_ins[0]
         self._keep_lives()
 
     def before_commit(self, stream: int | None) -> None:
@@ -120,8 +101,8 @@ class HostChecker:
         self._refuse_capture(stream)
         self._settle()
         if self._rows.has_changes:
-            self._ahead = self.holders.difference(self._rows)
-            self.holders.apply(self._ahead, self.num_commits)
+            self.holders.take(self.num_commits)
+            self._is_ahead = True
         before = self.lives.committed.copy() if self._has_new_lives else None
         self._keep_lives()
         try:
@@ -150,20 +131,14 @@ class HostChecker:
         else:
             self._check_held(layout, groups, batch, out)
 
-    def after_call(self) -> None:
-        """Each call has told all before it did anything."""
-
-    def collect(self) -> None:
-        """Nothing is left: each call has told all."""
-
     # Exports.
 
     def _check_cut(self, layout: Layout, groups: tuple[int, ...], batch: Batch, out: ExportBuffers) -> None:
         on_host = batch._replace(
-            idx_mapping=self._host(batch.idx_mapping),
-            query_start_loc=self._host(batch.query_start_loc),
-            seq_lens=self._host(batch.seq_lens),
-            first_tokens=self._host(batch.first_tokens),
+            idx_mapping=self._values(batch.idx_mapping),
+            query_start_loc=self._values(batch.query_start_loc),
+            seq_lens=self._values(batch.seq_lens),
+            first_tokens=self._values(batch.first_tokens),
         )
         try:
             check_first_tokens(self.config, layout, groups, on_host)
@@ -191,7 +166,7 @@ class HostChecker:
             self._batches[out] = self._batch_values(batch)
 
     def _batch_values(self, batch: Batch) -> tuple[Any, ...]:
-        arrays = self._host(batch.idx_mapping), self._host(batch.num_computed_tokens)
+        arrays = self._values(batch.idx_mapping), self._values(batch.num_computed_tokens)
         return batch.num_reqs, *(None if array is None else array.tobytes() for array in arrays)
 
     # Tokens.
@@ -199,7 +174,7 @@ class HostChecker:
     def _check(self, batch: Batch, num_tokens_padded: int | None, groups: tuple[int, ...] | None) -> None:
         """Look at the tokens of a call as of `holders`; note what they write where nothing is raised."""
         given = (batch.idx_mapping, batch.query_start_loc, batch.positions)
-        mapping, starts, positions = (self._host(array) for array in given)
+        mapping, starts, positions = (self._values(array) for array in given)
         assert starts is not None
         assert positions is not None
         is_on_host = type(given[1]) is type(given[2]) is np.ndarray
@@ -284,43 +259,33 @@ class HostChecker:
 
     def _make_quick(self, token_check: Any) -> Any:
         """Return the compiled look at a whole call; None where there is none, or not for such a table."""
-        pools = [self.holders.pools[group] for group in self._groups]
-        if token_check is None or not pools or not all(pool.is_dense for pool in pools):
+        if self.holders.compiled is None or not self._groups:
             return None
-        arena, shard, fields = self.config.arena, self.config.context_parallel, []
+        shard, fields = self.config.context_parallel, []
         for group in self._groups:
-            shape = self.config.groups[group]
+            shape, is_lenient = self.config.groups[group], self._finders[group].is_lenient
             share = (shard.world_size, shard.rank, shard.interleave_size) if shape.is_sharded else (1, 0, 1)
-            sizes = arena.group_offsets[group], arena.widths[group], shape.tokens_per_column, shape.blocks_per_kv_block
-            is_ring, is_lenient = shape.slot_mode == "ring", self._finders[group].is_lenient
-            fields.append((group, *sizes, is_ring, shape.null_block_id, *share, is_lenient))
-        return token_check(
-            self.holders.arena,
-            self.config.num_rows,
-            np.array(fields, np.int64),
-            [(pool.counts, pool.writers) for pool in pools],
-            self.lives.marks,
-            self.lives.committed,
-        )
+            fields.append((group, shape.tokens_per_column, shape.slot_mode == "ring", *share, is_lenient))
+        return token_check(self.holders.compiled, np.array(fields, np.int64), self.lives.marks, self.lives.committed)
 
     # Between the table and what is known.
 
     def _settle(self) -> None:
         """Take back what a step would have committed that never came to it."""
-        if self._ahead is not None:
-            self.holders.undo(self._ahead, self.num_commits)
-            self._ahead = None
+        if self._is_ahead:
+            self.holders.undo(self.num_commits)
+            self._is_ahead = False
 
     def _keep_lives(self) -> None:
         if self._has_new_lives:
             self.lives.committed[:] = self.lives.lives
             self._has_new_lives = False
 
-    def _host(self, array: Array | None) -> IntArray | None:
+    def _values(self, array: Array | None) -> IntArray | None:
         if array is None or type(array) is np.ndarray:
             return array
         self._backend.synchronize(self._device)  # whoever writes it may do so on a stream of its own
-        return np.asarray(self._backend.to_host(array))
+        return self._host(array)
 
     def _refuse_capture(self, stream: int | None) -> None:
         if not self._can_capture:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from blocktable.arrays import IntArray
@@ -9,6 +11,16 @@ from blocktable.config import BlockTableConfig
 
 UNMARKED = np.iinfo(np.int64).max
 """The mark of a row whose next tokens may have any position."""
+
+
+def positions_per_block(config: BlockTableConfig) -> IntArray:
+    """[num_groups, 1] int64. Positions that a block of each group stands for; 0 where blocks stand for none."""
+    world_size = config.context_parallel.world_size
+    reach = [
+        group.block_size * (world_size if group.is_sharded else 1) if group.slot_mode == "linear" else 0
+        for group in config.groups
+    ]
+    return np.array(reach, np.int64)[:, None]
 
 
 class RowLives:
@@ -27,21 +39,21 @@ class RowLives:
         self.lives: IntArray = np.arange(1, config.num_rows + 1)
         self.marks: IntArray = np.full(config.num_rows, UNMARKED)
         self.committed: IntArray = self.lives.copy()
-        self._next = config.num_rows + 1
-        shard = config.context_parallel.world_size
-        # Positions that a block of each group stands for; 0 where blocks do not stand for positions.
-        self._reach = np.array(
-            [
-                group.block_size * (shard if group.is_sharded else 1) if group.slot_mode == "linear" else 0
-                for group in config.groups
-            ],
-            np.int64,
-        )[:, None]
+        self._next: IntArray = np.array([config.num_rows + 1])
+        self._reach = positions_per_block(config)
+
+    def attach(self, mirror: IntArray, journal: Any) -> None:
+        """Nothing is told to kernels."""
+
+    @property
+    def arrays(self) -> tuple[IntArray, ...]:
+        """What the compiled path changes too: lives, marks, and [1] int64 the next life."""
+        return self.lives, self.marks, self._next
 
     def begin(self, rows: IntArray) -> None:
         """Begin a life for each row, unmarked."""
-        self.lives[rows] = np.arange(self._next, self._next + rows.size)
-        self._next += rows.size
+        self.lives[rows] = np.arange(self._next[0], self._next[0] + rows.size)
+        self._next[0] += rows.size
         self.marks[rows] = UNMARKED
 
     def unmark(self, rows: IntArray) -> None:

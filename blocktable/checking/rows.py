@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from blocktable.arrays import IntArray
-from blocktable.checking.lives import RowLives
+from blocktable.checking.pools import Holders, has_distinct_blocks
 from blocktable.config import BlockTableConfig
 from blocktable.findings import Finding, Findings
 from blocktable.host_path import HostPath
@@ -22,13 +22,15 @@ class RowWatcher(Protocol):
     Attributes:
         config: the geometry.
         findings: where findings go.
-        lives: follows the rows.
+        lives: follows the rows, as `RowLives`.
+        holders: the rows as of the last commit.
         num_commits: commits so far.
     """
 
     config: BlockTableConfig
     findings: Findings
-    lives: RowLives
+    lives: Any
+    holders: Holders
     num_commits: int
 
     def on_row_call(self) -> None:
@@ -76,13 +78,13 @@ class CheckedRows:
 
     def __init__(self, rows: HostPath, watcher: RowWatcher) -> None:
         self._rows, self._watcher, self._lives = rows, watcher, watcher.lives
+        # What each step asks for: found here, not by way of `__getattr__`.
+        self.journal: Any = rows.journal
+        self.pack_changes: Callable[[IntArray], int] = rows.pack_changes
+        self._append_checked = self._set_checked = self._truncate_checked = _says_no
+        self._is_compiled = False  # from the first operation on, which tells of itself
         config = watcher.config
-        # Where a block twice in a row is a mistake: a block that a window has left may come back to its row.
-        self._with_distinct = [
-            group
-            for group, geometry in enumerate(config.groups)
-            if geometry.slot_mode == "linear" and geometry.sliding_window is None and not config.stale_rows
-        ]
+        self._with_distinct = [group for group in range(len(config.groups)) if has_distinct_blocks(config, group)]
         self._with_slots = [i for i, geometry in enumerate(config.groups) if geometry.slot_mode in ("linear", "ring")]
         self._nulls = np.array([group.null_block_id for group in config.groups])
 
@@ -92,18 +94,34 @@ class CheckedRows:
     # Blocks come in.
 
     def append_row(self, row: Any, block_ids: Any) -> None:
+        if self._append_checked(row, block_ids, None):
+            return
         self._append(self._rows.one_row("row", row), block_ids, None, lambda: self._rows.append_row(row, block_ids))
 
     def append_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        if counts is not None and self._append_checked(rows, block_ids, counts):
+            return
         chosen = self._chosen(rows)
         if counts is None:
-            return self._rows.append_rows(rows, block_ids, counts)  # refuses it
+            self._rows.append_rows(rows, block_ids, counts)  # refuses it
         self._append(chosen, block_ids, counts, lambda: self._rows.append_rows(chosen, block_ids, counts))
-        return None
+
+    def _on_row_call(self) -> None:
+        self._watcher.on_row_call()
+        compiled = self._watcher.holders.compiled
+        if compiled is not None and not self._is_compiled:
+            compiled_rows: Any = self._rows
+            operations = compiled_rows.checked_operations(compiled)
+            self._append_checked, self._set_checked, self._truncate_checked = operations
+            self._is_compiled = True
+
+    def _is_done(self, operation: Callable[..., bool], *arguments: Any) -> bool:
+        self._watcher.on_row_call()
+        return operation(*arguments)
 
     def _append(self, rows: IntArray, block_ids: Any, counts: Any, call: Callable[[], None]) -> None:
         ids, blocks = self._rows.check_blocks(rows, block_ids, counts, is_append=True)
-        self._watcher.on_row_call()
+        self._on_row_call()
         for group, given, owners, block_indexes in self._given(ids, blocks):
             if group in self._with_distinct and given.size:
                 held = self._rows.filled[group, rows] // self._expansion(group)
@@ -112,18 +130,21 @@ class CheckedRows:
         call()
 
     def set_row(self, row: Any, block_ids: Any) -> None:
+        if self._is_compiled and self._is_done(self._set_checked, row, block_ids, None):
+            return
         self._set(self._rows.one_row("row", row), block_ids, None, lambda: self._rows.set_row(row, block_ids))
 
     def set_rows(self, rows: Any, block_ids: Any, counts: Any) -> None:
+        if self._is_compiled and counts is not None and self._is_done(self._set_checked, rows, block_ids, counts):
+            return
         chosen = self._chosen(rows)
         if counts is None:
-            return self._rows.set_rows(rows, block_ids, counts)
+            self._rows.set_rows(rows, block_ids, counts)  # refuses it
         self._set(chosen, block_ids, counts, lambda: self._rows.set_rows(chosen, block_ids, counts))
-        return None
 
     def _set(self, rows: IntArray, block_ids: Any, counts: Any, call: Callable[[], None]) -> None:
         ids, blocks = self._rows.check_blocks(rows, block_ids, counts, is_append=False)
-        self._watcher.on_row_call()
+        self._on_row_call()
         differs, goes_on = np.zeros((2, rows.size), np.bool_)
         first_group = np.zeros(rows.size, np.int64)
         for group, given, owners, block_indexes in self._given(ids, blocks):
@@ -141,8 +162,9 @@ class CheckedRows:
         if differs.any() and not self._watcher.config.stale_rows:
             self._note_live_rows(rows[differs], first_group[differs])
         call()
-        self._lives.begin(rows[differs | ~goes_on])
-        self._lives.unmark(rows)
+        begins = differs | ~goes_on
+        self._lives.begin(rows[begins])
+        self._lives.unmark(rows[~begins])
 
     def replace(self, rows: IntArray, group: int, starts: IntArray, block_ids: Any, counts: IntArray | None) -> None:
         ids, blocks = self._rows.check_replacement(rows, group, starts, block_ids, counts)
@@ -179,13 +201,23 @@ class CheckedRows:
     # Blocks go, or follow their rows.
 
     def truncate_row(self, row: Any, num_blocks: Any) -> None:
+        if self._is_compiled and self._is_done(self._truncate_checked, row, num_blocks, True):
+            return
         self._truncate(self._rows.one_row("row", row), lambda: self._rows.truncate_row(row, num_blocks))
 
     def truncate_rows(self, rows: Any, num_blocks: Any) -> None:
+        if (
+            self._is_compiled
+            and num_blocks is not None
+            and self._is_done(self._truncate_checked, rows, num_blocks, False)
+        ):
+            return
         chosen = self._chosen(rows)
         self._truncate(chosen, lambda: self._rows.truncate_rows(chosen, num_blocks))
 
     def clear_rows(self, rows: Any) -> None:
+        if self._is_compiled and self._is_done(self._truncate_checked, rows, None, False):
+            return
         chosen = self._chosen(rows)
         self._truncate(chosen, lambda: self._rows.clear_rows(chosen))
 
@@ -219,8 +251,9 @@ class CheckedRows:
             new, null = self._first_blocks(group, changed), self._nulls[group]
             differs |= (old != new) & (old != null) & (new != null)
             goes_on |= (old == new) & (old != null)
-        self._lives.begin(changed[differs | ~goes_on])
-        self._lives.unmark(changed)
+        begins = differs | ~goes_on
+        self._lives.begin(changed[begins])
+        self._lives.unmark(changed[~begins])
         for group in range(self._nulls.size):
             ids = values[groups == group].astype(np.int64) // self._expansion(group)
             is_block = (ids != self._nulls[group]) & (ids >= 0)
@@ -341,3 +374,7 @@ class CheckedRows:
                 Finding("live_row_set", message, self._watcher.num_commits, group=group, row=row, block_id=first)
             )
         self._watcher.findings.add(found)
+
+
+def _says_no(*arguments: Any) -> bool:
+    return False

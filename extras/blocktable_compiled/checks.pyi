@@ -2,13 +2,13 @@ from typing import Any
 
 import numpy.typing as npt
 
+from blocktable_compiled.holders import CompiledHolders
+
 class TokenCheck:
     def __init__(
         self,
-        arena: npt.NDArray[Any],
-        num_rows: int,
+        holders: CompiledHolders,
         fields: npt.NDArray[Any],
-        pools: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
         marks: npt.NDArray[Any],
         lives: npt.NDArray[Any],
     ) -> None: ...

@@ -18,6 +18,7 @@ from libc.string cimport memcpy
 from libcpp.vector cimport vector
 
 from blocktable_compiled.arguments cimport Arguments, Group
+from blocktable_compiled.holders cimport CompiledHolders, Given
 from blocktable_compiled.journal cimport Cell, CompiledJournal, Late, Range
 
 cnp.import_array()
@@ -111,6 +112,55 @@ cdef class Operations(Arguments):
         self.counts.resize(self.rows.size())  # zeros; in Cython `assign` cannot raise
         self.has_own_counts = False
         return self._truncate()
+
+    # The same of a checked table; False too where a block may come twice into a row, or a row to another request.
+
+    def append_checked(self, CompiledHolders holders not None, rows, block_ids, counts):
+        """Add blocks that no row holds after what rows hold. counts: as `append_rows`; None: there is one row."""
+        return self._take_blocks(rows, block_ids, counts, True) and holders.are_free(self._given()) and self._append()
+
+    def set_checked(self, CompiledHolders holders not None, rows, block_ids, counts):
+        """Replace what rows hold, and follow their lives. counts: as `set_rows`; None: there is one row."""
+        self._catch_up()
+        if not self._take_blocks(rows, block_ids, counts, False) or not holders.may_set(self._given()):
+            return False
+        if not self._set(3 * self.rows.size()):
+            return False
+        holders.have_set(self._given())
+        return True
+
+    def truncate_checked(self, CompiledHolders holders not None, rows, num_blocks, bint is_one):
+        """Keep the first blocks of rows, and follow their lives. num_blocks None: of none any; is_one: there is one row."""
+        self._catch_up()
+        self.counts.clear()
+        self.has_own_counts = False
+        if is_one:
+            if not self._take_row(rows) or not self._take_int(num_blocks, self.counts):
+                return False
+        elif not self._take_rows(rows):
+            return False
+        elif num_blocks is None:
+            self.counts.resize(self.rows.size())
+        elif not self._take_counts(num_blocks):
+            return False
+        holders.before_truncate(self.rows)
+        if not self._truncate(3 * self.rows.size()):
+            return False
+        holders.have_truncated(self.rows)
+        return True
+
+    cdef bint _take_blocks(self, rows, block_ids, counts, bint is_added) except -1:
+        if counts is None:
+            if not (self._take_row(rows) and self._take_ids(block_ids) and self._take_own_counts()):
+                return False
+        elif not (self._take_rows(rows) and self._take_counts(counts) and self._take_ids(block_ids)):
+            return False
+        return self._fits(is_added)
+
+    cdef Given _given(self) noexcept:
+        return Given(
+            self.rows.data(), self.rows.size(), self.ids.data(), self.ends.data(), self.counts.data(), self.has_own_counts
+        )
 
     # A commit.
 
@@ -401,7 +451,8 @@ cdef class Operations(Arguments):
                 else:
                     target[i * k + part] = <int32_t>(ids[i] * k + part)
 
-    cdef bint _set(self) except -1:
+    cdef bint _set(self, size_t spare=0) except -1:
+        """spare: ranges that the journal gets room for beside."""
         self._catch_up()
         if not self._fits(False):
             return False
@@ -415,7 +466,7 @@ cdef class Operations(Arguments):
                 is_fresh = is_fresh and self.mirror[g * self.num_rows + self.rows[i]] == 0
                 columns = counts[i] * self.groups[g].k if counts != NULL else 0
                 most += 2 + (columns + 1) // 2  # two ranges of entries that differ have one between them that does not
-        self.journal.make_room(2 * n * self.num_groups if is_fresh else most)
+        self.journal.make_room((2 * n * self.num_groups if is_fresh else most) + spare)
         for g in range(self.num_groups):
             counts = self._counts_of(g)
             for i in range(n):
@@ -455,13 +506,13 @@ cdef class Operations(Arguments):
         if first >= 0:
             self._note(first, entry - first)
 
-    cdef bint _truncate(self) except -1:
+    cdef bint _truncate(self, size_t spare=0) except -1:
         self._catch_up()
         cdef int64_t n = self.rows.size(), g, i, cell, columns, filled, k, kept
         for i in range(<int64_t>self.counts.size()):
             if self.counts[i] < 0:
                 return False
-        self.journal.make_room(2 * n * self.num_groups)
+        self.journal.make_room(2 * n * self.num_groups + spare)
         for g in range(self.num_groups):
             k = self.groups[g].k
             for i in range(n):

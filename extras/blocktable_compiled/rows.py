@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from blocktable.backend import Arena
 from blocktable.rows import MAX_INT32, MAX_RANGE, NumpyRows
 from blocktable_compiled.checks import TokenCheck
 from blocktable_compiled.drop_in import append_to_all_groups
+from blocktable_compiled.holders import CompiledHolders
 from blocktable_compiled.journal import CompiledJournal
 from blocktable_compiled.operations import Operations
 
@@ -29,6 +31,7 @@ class CompiledRows(NumpyRows):
     journal_type = CompiledJournal
     append_to_all_groups = staticmethod(append_to_all_groups)
     token_check = TokenCheck
+    holders_type = CompiledHolders
 
     def __init__(self, config: BlockTableConfig) -> None:
         super().__init__(config)
@@ -86,6 +89,14 @@ class CompiledRows(NumpyRows):
     def clear_rows(self, rows: Any) -> None:
         if not self._operations.clear_rows(rows):
             super().clear_rows(rows)
+
+    def checked_operations(self, holders: CompiledHolders) -> tuple[Callable[..., bool], ...]:
+        """Return appends, sets and truncations of a checked table, which follow lives; arguments as in `Operations`.
+
+        Each returns whether it was done; where not, nothing was, and what is given must be looked at one by one.
+        """
+        of = self._operations
+        return tuple(partial(each, holders) for each in (of.append_checked, of.set_checked, of.truncate_checked))
 
     @property
     def has_changes(self) -> bool:

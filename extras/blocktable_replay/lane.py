@@ -71,7 +71,7 @@ class Lane:
         backend: Backend,
         config: BlockTableConfig,
         device: str | None = None,
-        check: Literal["off", "host"] = "off",
+        check: Literal["off", "host", "device"] = "off",
     ) -> None:
         self.name = name
         self.backend = backend
