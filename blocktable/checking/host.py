@@ -328,7 +328,7 @@ class HostChecker:
         if array is None or type(array) is np.ndarray:
             return array
         self._backend.synchronize(self._device)  # whoever writes it may do so on a stream of its own
-        return np.asarray(self._backend.to_host(array))
+        return np.asarray(array if isinstance(array, np.ndarray) else self._backend.to_host(array))
 
     def _refuse_capture(self, stream: int | None) -> None:
         if not self._can_capture:
