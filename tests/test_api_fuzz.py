@@ -14,8 +14,9 @@ import blocktable as bt
 from blocktable import checks, requests
 from blocktable.overlaps import OutputMemory
 from blocktable.rows import NumpyRows
-from blocktable_conformance.api_fuzz import CALLS, Fuzz, run
+from blocktable_conformance.api_fuzz import Fuzz, run
 from blocktable_conformance.asserts import ContractViolation
+from blocktable_conformance.hostile_arguments import CALLS
 from blocktable_conformance.subject import Subject
 
 
