@@ -226,6 +226,8 @@ class BatchChecks:
         Raises:
             ArgumentError, DtypeError: something is wrong; the sentence says what.
         """
+        arrays = idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens, first_tokens
+        idx_mapping, query_start_loc, positions, num_computed_tokens, seq_lens, first_tokens = map(self._plain, arrays)
         is_of_a_set = most is not None
         most = self._config.max_num_reqs if most is None else most
         name = "the set's max_batch" if is_of_a_set else "max_num_reqs"
@@ -260,6 +262,11 @@ class BatchChecks:
             *(idx_mapping, query_start_loc, positions, requests, padded, num_computed_tokens, num_positions),
             *(needs_gather, seq_lens, first_tokens),
         )
+
+    def _plain(self, array: Array | None) -> Array | None:
+        """Return a host array of a class derived from numpy's as numpy has it (R7)."""
+        is_derived = isinstance(array, np.ndarray) and type(array) is not np.ndarray
+        return np.asarray(array) if is_derived and not (self._is_emulated or np.ma.isMaskedArray(array)) else array
 
     def _num_reqs(
         self, idx_mapping: Array | None, query_start_loc: Array | None, num_reqs: int | None, seq_lens: Array | None
@@ -317,7 +324,7 @@ class BatchChecks:
                 f"{name} must be on the device of backend {self._backend.name!r}, got {type(array).__name__}."
             )
         if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ArgumentError(f"{name} is read-only.")
+            raise ArgumentError(f"{name} is read-only; pass an array that can be written.")
 
     def require_device(self, array: Array | None) -> None:
         """Refuse what lies elsewhere, before anything is committed."""

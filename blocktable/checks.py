@@ -35,6 +35,13 @@ def int_scalar(name: str, value: Any) -> int:
     return int(value)
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return `value` as a bool; what is only taken for true or false is refused."""
+    if not isinstance(value, bool | np.bool_):
+        raise DtypeError(f"{name} must be True or False, got {type(value).__name__}.")
+    return bool(value)
+
+
 def non_negative(name: str, value: Any) -> int:
     """Return `value` as an int of at least 0."""
     number = int_scalar(name, value)

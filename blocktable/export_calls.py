@@ -213,7 +213,7 @@ class ExportCalls(Inspection):
         try:
             return export_on_host(self.config, self._rows, found, chosen, batch, num_tokens_padded)
         except MemoryError as error:
-            raise ArgumentError(f"{found.name!r} of this batch does not fit the host's memory: {error}") from error
+            raise ArgumentError(f"{found.name!r} of this batch does not fit the host's memory: {error}.") from error
 
     @without_torch_modes
     def map_positions(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from blocktable.arrays import Array, IntArray
-from blocktable.checks import int_array, int_scalar
+from blocktable.checks import TEXT, int_array, int_scalar
 from blocktable.config import INT32_LIMIT, BlockTableConfig, KVCacheGroup
 from blocktable.errors import ArgumentError, BlockTableError, ConfigError, DtypeError
 from blocktable.layouts import Layout, check_block_size, exact_width
@@ -116,7 +116,7 @@ def check_groups(config: BlockTableConfig, groups: int | Sequence[int]) -> tuple
     """
     if isinstance(groups, np.ndarray):
         groups = int_array("groups", groups).tolist()
-    chosen = tuple(groups) if isinstance(groups, Sequence) else (groups,)
+    chosen = tuple(groups) if isinstance(groups, Sequence) and not isinstance(groups, TEXT) else (groups,)
     numbers = tuple(int_scalar("groups", group) for group in chosen)
     num_groups = len(config.groups)
     if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= number < num_groups for number in numbers):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from blocktable.errors import BlockTableError, UnsupportedError
+from blocktable.checks import flag
+from blocktable.errors import BlockTableError, DtypeError, UnsupportedError
 
 __all__ = ["OBSERVED_CALLS", "ROW_CALLS", "Observation", "Observer", "OpenRecording"]
 
@@ -128,7 +130,17 @@ class ObservedCalls:
         self._is_inside = False
 
     def add(self, observer: Observer) -> None:
-        """Tell an observer of the calls to come."""
+        """Tell an observer of the calls to come.
+
+        Raises:
+            DtypeError: it is none.
+        """
+        missing = [name for name in ("before", "after", "failed") if not callable(getattr(observer, name, None))]
+        if missing:
+            raise DtypeError(
+                f"observer must have the methods before, after and failed; {type(observer).__name__} has no "
+                f"{', no '.join(missing)}."
+            )
         if not self._observers:
             table = self._table()
             for name in OBSERVED_CALLS:
@@ -202,7 +214,11 @@ def start_recording(table: Any, path: str | Path, *, digests: bool) -> OpenRecor
 
     Raises:
         UnsupportedError: none is, or it cannot be imported.
+        DtypeError: `path` names no file; `digests` is no bool.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise DtypeError(f"path must be a str or a path-like object that names a file, got {type(path).__name__}.")
+    with_digests = flag("digests", digests)
     offers = list(importlib.metadata.entry_points(group=RECORDERS_GROUP, name=RECORDER_NAME))
     if not offers:
         raise UnsupportedError(
@@ -213,4 +229,4 @@ def start_recording(table: Any, path: str | Path, *, digests: bool) -> OpenRecor
         recorder: Callable[..., OpenRecording] = offers[0].load()
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(f"The recorder ({offers[0].value}) cannot be loaded: {error}.") from error
-    return recorder(table, path, digests=digests)
+    return recorder(table, path, digests=with_digests)

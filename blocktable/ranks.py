@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from blocktable.arrays import IntArray
+from blocktable.checks import flag
 from blocktable.config import Arena, BlockTableConfig
 from blocktable.errors import ChangesError
 from blocktable.host_path import Difference, HostPath, difference
@@ -148,9 +149,12 @@ class RankCalls(RowOperations):
         Returns:
             About 80 bytes, 24 for each group, 12 for each range of entries that changed, and 4 for each entry.
 
+        Raises:
+            DtypeError: `whole` is no bool.
+
         Rules: R45.
         """
-        return self._changes.pack(whole=whole)
+        return self._changes.pack(whole=flag("whole", whole))
 
     def apply_changes(self, changes: bytes | bytearray | memoryview | IntArray) -> IntArray:
         """Make the row changes of a packet, all of them or none; the next commit sends them.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from blocktable.arrays import Array, BlockIds, IntArray
-from blocktable.checks import ids_per_group, int_array, int_scalar
+from blocktable.checks import flag, ids_per_group, int_array, int_scalar
 from blocktable.errors import ArgumentError, DtypeError, NoFreeRowError
 from blocktable.table import BlockTable
 
@@ -132,13 +132,14 @@ class Requests:
 
         Rules: R42, R43.
         """
-        if len(requests) != len(block_ids):
+        keys, blocks = _listed("requests", requests), _listed("block_ids", block_ids)
+        if len(keys) != len(blocks):
             raise ArgumentError(
-                f"block_ids must hold the blocks of each of the {len(requests)} requests, got {len(block_ids)}."
+                f"block_ids must hold the blocks of each of the {len(keys)} requests, got {len(blocks)}."
             )
         self._forget_changed()
         kept_of, changed = self._kept.get, []
-        for request, ids in zip(requests, block_ids, strict=True):
+        for request, ids in zip(keys, blocks, strict=True):
             try:
                 if (kept_of(request, _UNKNOWN) == ids) is True:
                     continue
@@ -284,23 +285,24 @@ class Requests:
 
         Raises:
             ArgumentError: a request has no row, or there are more than `max_num_reqs`.
+            DtypeError: `requests` is no list; `on_device` is no bool.
             UnsupportedError: the backend cannot keep a copy on its device.
 
         Rules: R44.
         """
-        mapping = self._idx_mapping
-        num_reqs = len(requests)
+        mapping, keys = self._idx_mapping, _listed("requests", requests)
+        num_reqs, is_sent = len(keys), flag("on_device", on_device)
         size = num_reqs if num_reqs_padded is None else int_scalar("num_reqs_padded", num_reqs_padded)
         if not num_reqs <= size <= mapping.size:
             raise ArgumentError(
                 f"num_reqs_padded must be from {num_reqs} (the requests) to {mapping.size} (max_num_reqs), got {size}."
             )
         try:
-            rows = [self._row[request] for request in requests]
-        except (KeyError, TypeError):
-            raise self._no_row(next(request for request in requests if self._find(request) is None)) from None
+            rows = [self._row[request] for request in keys]
+        except (KeyError, TypeError, ValueError):
+            raise self._no_row(next(request for request in keys if self._find(request) is None)) from None
         mapping[:num_reqs], mapping[num_reqs:] = rows, -1
-        return (self._send(stream) if on_device else mapping)[:size]
+        return (self._send(stream) if is_sent else mapping)[:size]
 
     def _send(self, stream: Any) -> Array:
         """Bring the device's copy up to date, and return it."""
@@ -317,12 +319,19 @@ class Requests:
     def _find(self, request: Any) -> int | None:
         try:
             return self._row.get(request)
-        except TypeError:
+        except (TypeError, ValueError):
             raise DtypeError(f"a request must be hashable, since it names a row; got {request!r}.") from None
 
     def _no_row(self, request: Any) -> ArgumentError:
         why = "was preempted" if request in self._preempted else "was never synced, or has finished"
         return ArgumentError(f"request {request!r} has no row: it {why}; sync it first.")
+
+
+def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    """Return what a batch was given for each of its requests, as it is now."""
+    if not isinstance(values, Collection):
+        raise DtypeError(f"{name} must be a list with an item for each request, got {type(values).__name__}.")
+    return tuple(values)
 
 
 def _is_same(kept: Any, ids: Any) -> bool:

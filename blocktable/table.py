@@ -138,8 +138,7 @@ class BlockTable(RankCalls, ExportCalls):
     def commit(self, *, stream: Any = None) -> None:
         """Make every row change so far visible to kernels, in stream order.
 
-        Changes made after the call never reach the device before the next commit. If it raises, its changes stay
-        pending.
+        Later changes never reach the device before the next commit. If it raises, its changes stay pending.
 
         Args:
             stream: what `stream_handle` takes. None: the current stream of the library that made the last inputs,
@@ -309,7 +308,7 @@ class BlockTable(RankCalls, ExportCalls):
         key = reading[0], lengths[:3], num_positions and num_positions > 1, sizes
         try:
             plan = views.plans.get(key)
-        except TypeError:  # sizes that are not hashable are no sizes
+        except (TypeError, ValueError):  # sizes that are not hashable are no sizes
             plan = None
         if plan is not None and plan.num_positions != num_positions:
             plan = self._resize_plan(plan, num_positions, num_tokens_padded, out)
@@ -501,7 +500,7 @@ class BlockTable(RankCalls, ExportCalls):
         key = reading[0], reading[1], sizes, lens_reading[:2], exports
         try:
             plan = views.plans.get(key)
-        except TypeError:
+        except (TypeError, ValueError):
             plan = None
         if plan is None:
             plan = self._make_plan(arrays, reading, lens, num_reqs_padded, num_tokens_padded, out)
@@ -515,6 +514,7 @@ class BlockTable(RankCalls, ExportCalls):
             if lens_reading[0] is not None:
                 views.keep_plan(key, plan)
         if lens_reading[2] != plan.lens_addresses or None in lens_reading[2]:
+            views.memory.refuse([("seq_lens", array) for array in (lens if isinstance(lens, tuple) else (lens,))])
             for planned, shared in zip(plan.exports, exports.shared_exports, strict=True):
                 self._refuse_outputs(planned, plan.batch(arrays, lengths_of(lens, shared.groups[0])))
             plan.lens_addresses = lens_reading[2]
@@ -613,7 +613,7 @@ class BlockTable(RankCalls, ExportCalls):
         `step = table.step`, are not observed.
 
         Args:
-            observer: whom to tell. Several may observe one table; they are told in the order in which they came.
+            observer: whom to tell; else a DtypeError. Several are told in the order in which they came.
 
         Returns:
             A context manager; its `close` ends the observation.
@@ -633,7 +633,7 @@ class BlockTable(RankCalls, ExportCalls):
             A context manager; its `close` ends the recording.
 
         Raises:
-            UnsupportedError: no recorder is installed.
+            UnsupportedError, DtypeError: no recorder is installed; `path` names no file, or `digests` is no bool.
             ArgumentError: the table is being recorded already.
         """
         return start_recording(self, path, digests=digests)

@@ -116,7 +116,7 @@ class BufferViews:
         """Return what is known of a set, and refuse what is not a set of this table."""
         try:
             return self._sets[buffers]
-        except (KeyError, TypeError):  # what is not hashable, or takes no weak reference
+        except (KeyError, TypeError, ValueError):  # what is not hashable, or takes no weak reference
             raise ArgumentError("out must be a set of buffers that this table's create_buffers() made.") from None
 
     def forget_batches(self) -> None:

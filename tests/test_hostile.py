@@ -206,6 +206,43 @@ def test_inputs_inside_what_an_export_writes_are_refused(host_path: str) -> None
         table.map_positions(rows, 0, places, out=places)
 
 
+def test_what_is_only_taken_for_a_flag_a_list_or_an_observer_is_refused(host_path: str) -> None:
+    """Rules: R17, R25.15, R42, R45."""
+    table: Any = make()
+    requests: Any = bt.Requests(table)
+    step = typed(0), typed(0, 1), np.array([0])
+    calls: dict[str, Callable[[], Any]] = {
+        "whole must be True or False": lambda: table.pack_changes(whole=2),
+        "on_device must be True or False": lambda: requests.idx_mapping([], on_device=np.array([0, 1])),
+        "digests must be True or False": lambda: table.record("x.btrace", digests="no"),
+        "path must be": lambda: table.record(1),
+        "observer must have": lambda: table.observe([]),
+        "requests must be a list": lambda: requests.sync_batch(5, []),
+        "block_ids must be a list": lambda: requests.sync_batch(["a"], iter([[1]])),
+        "requests must be a": lambda: requests.idx_mapping(key for key in "a"),
+        "must be hashable": lambda: requests.row(np.timedelta64(1)),
+        "groups must be an int": lambda: table.export_host("csr", typed(0), groups=bytes(1), seq_lens=typed(1)),
+        "num_reqs_padded must be an int": lambda: table.step(*step, num_reqs_padded=np.timedelta64(1)),
+    }
+    for message, call in calls.items():
+        with pytest.raises(bt.DtypeError, match=message):
+            call()
+    with pytest.raises(bt.ArgumentError, match="out must be a set"):
+        table.gather(typed(0), out=np.timedelta64(1))
+    assert table.pack_changes(whole=np.True_)
+
+
+def test_lengths_inside_what_a_step_writes_are_refused(host_path: str) -> None:
+    """Whether or not anything is exported: the caller is handed them with the step. Rules: R17, R33."""
+    table = make()
+    lens = table.buffers.block_tables[0].reshape(-1)[:1]
+    step = typed(0), typed(0, 1), np.array([0])
+    for layouts in (None, "csr", None):
+        with pytest.raises(bt.ArgumentError, match="seq_lens shares memory"):
+            table.step_metadata(*step, lens, layouts=layouts)
+        table.step_metadata(*step, typed(1), layouts=layouts)
+
+
 FLIPPING = r"""
 import sys, threading, time
 import numpy as np

@@ -1,13 +1,14 @@
 """The suite is tested by what it must catch: backends and a core with one fault each.
 
 A mutant must fail by an assertion that names its rule, never by an exception of another kind; the same run over the
-unmutated backend and core must pass. Kernel mutants are run on the padding, bounds, geometry, call, poison and memory
-cases, core mutants on the hand-drawn cases; neither on the sweeps, properties and histories, which would only take
-longer.
+unmutated backend and core must pass. Kernel mutants are run on the basics, and on the padding, bounds, geometry, call,
+poison and memory cases, core mutants on the hand-drawn cases; neither on the sweeps, properties and histories, which
+would only take longer.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -59,7 +60,7 @@ def verdicts_of(plain: str, wrong: str, names: Iterable[str], selection: str, pa
 @pytest.fixture(scope="module")
 def kernel_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("kernels") / "verdict.json"
-    selection = "(cases or poison or memory) and not partition"
+    selection = "(basics or cases or poison or memory) and not partition"
     return verdicts_of("plain_backend:PlainBackend", "wrong_backends", wrong_backends.CAUGHT_BY, selection, path)
 
 
@@ -70,6 +71,15 @@ def test_the_plain_backend_passes(kernel_verdicts: dict[str, dict[str, Any]]) ->
 @pytest.mark.parametrize(("name", "rule"), wrong_backends.CAUGHT_BY.items())
 def test_a_wrong_backend_is_caught(kernel_verdicts: dict[str, dict[str, Any]], name: str, rule: str) -> None:
     check_caught(kernel_verdicts[name], rule)
+
+
+@pytest.mark.parametrize("name", wrong_backends.FIRST)
+def test_the_first_failure_blames_the_token(kernel_verdicts: dict[str, dict[str, Any]], name: str) -> None:
+    """Rules: R13."""
+    first = kernel_verdicts[name]["failures"][0]
+    assert "test_basics.py" in first["test"]
+    assert "R13" in first["rules"].split(", ")
+    assert re.search(r"wrong slot for token \d+ \(row \d+, position \d+\)", first["message"])
 
 
 @pytest.fixture(scope="module")

@@ -137,12 +137,12 @@ def check_slots(
 
 def _describe(slot: Slot, got: int, group: int, shape: Geometry) -> str:
     size = shape.kernel_block_size
+    where = "" if slot.row is None else f" (row {slot.row}, position {slot.position})"
     lines = [
-        f"wrong slot for token {slot.token}: expected slot {_name(slot.value, shape)}, got {_name(got, shape)}.",
+        f"wrong slot for token {slot.token}{where}: expected slot {_name(slot.value, shape)}, got {_name(got, shape)}.",
         f"  group {group}, slot_mode {shape.slot_mode}, kernel_block_size {size}",
         f"  blocks_per_kv_block {shape.blocks_per_kv_block}, context parallel {tuple(shape.share or ()) or 'no'}",
-        f"  request {slot.request}, row {slot.row}, position {slot.position}",
-        f"  column {slot.column}, kernel block id {slot.block_id}",
+        f"  request {slot.request}, column {slot.column}, kernel block id {slot.block_id}",
     ]
     if got != shape.pad_slot_id:
         lines.append(f"  the slot got lies in kernel block {got // size}, offset {got % size}")

@@ -16,6 +16,7 @@ class Profile:
         property_examples: examples of each Hypothesis property.
         machine_examples: histories that the state machine runs.
         machine_steps: longest of them, in operations.
+        hostile_calls: calls of the API fuzzer for each backend, over all step paths and host paths.
         max_tokens: entries of a slot buffer.
         max_rows: rows of a table.
         max_columns: columns of a row.
@@ -25,6 +26,7 @@ class Profile:
     property_examples: int
     machine_examples: int
     machine_steps: int
+    hostile_calls: int
     max_tokens: int
     max_rows: int
     max_columns: int
@@ -48,8 +50,8 @@ class Profile:
         )
 
 
-SMALL = Profile("small", 30, 30, 15, max_tokens=64, max_rows=8, max_columns=16)
-DEEP = Profile("deep", 500, 20_000, 30, max_tokens=96, max_rows=12, max_columns=40)
+SMALL = Profile("small", 30, 30, 15, 20_000, max_tokens=64, max_rows=8, max_columns=16)
+DEEP = Profile("deep", 500, 20_000, 30, 200_000, max_tokens=96, max_rows=12, max_columns=40)
 PROFILES = {profile.name: profile for profile in (SMALL, DEEP)}
 
 _current = SMALL

@@ -158,6 +158,15 @@ class _FirstTokensToTheFirstRequest(PlainMapper):
         return 0 if request is None and batch.num_reqs else request
 
 
+class _SearchFromTheLeft(PlainMapper):
+    """Takes the first token of a request for one of the request before it: `right=False` in a search."""
+
+    def request_of(self, batch: Batch, token: int) -> int | None:
+        assert batch.query_start_loc is not None
+        request = int(np.searchsorted(batch.query_start_loc[1:], token, side="left"))
+        return request if request < batch.num_reqs and token >= batch.query_start_loc[0] else None
+
+
 # Batch tables.
 
 
@@ -316,3 +325,19 @@ OneCommitLate = _mutant("R9.1", "OneCommitLate", store=_OneCommitLate)
 BuffersKeptAtWakeUp = _mutant("R24", "BuffersKeptAtWakeUp", store=_BuffersKeptAtWakeUp)
 RefersToItself = _mutant("R24", "RefersToItself", store=_RefersToItself)
 Slots64 = _mutant("R16", "Slots64", store=_Slots64)
+SearchFromTheLeft = _mutant("R13", "SearchFromTheLeft", mapper=_SearchFromTheLeft)
+
+
+class Aliases(PlainBackend):
+    """Its arrays are the caller's own."""
+
+    name = "Aliases"
+
+    def from_host(self, array: np.ndarray[Any, Any], device: Any = None) -> Any:
+        return array
+
+
+CAUGHT_BY["Aliases"] = "R10.8"
+
+FIRST = ("BoundedByWidth", "SearchFromTheLeft", "Aliases")
+"""Mutants whose first failure names token, row, position and R13."""
