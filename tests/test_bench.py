@@ -850,9 +850,9 @@ def test_ratios_of_the_drop_in_are_of_its_own_run() -> None:
     ]
 
 
+@pytest.mark.torch
 def test_the_drop_ins_and_the_engines_tables_do_the_same_work_once_more_with_churn() -> None:
     records: list[dict[str, Any]] = []
-    pytest.importorskip("torch")
     make_worker(records, kind="drop-in", mode="v2", sections=["drop_ins"]).run()
     found = {record["key"]: record["value"] for record in records if record["section"] == "drop_ins"}
     assert [*found][:4] == [workload.name for workload in step_workloads()[:4]]
