@@ -15,6 +15,8 @@ import blocktable as bt
 from blocktable.protocols import IntArray
 from blocktable.rows import Journal
 
+pytestmark = pytest.mark.slow
+
 CONFIG = bt.BlockTableConfig(
     groups=[
         bt.KVCacheGroup(block_size=16, num_blocks=2000, allow_null=True),

@@ -48,6 +48,8 @@ from blocktable_benchmarks.workloads import (
     sweep_workload,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 SMALL = [shrink(workload) for workload in (*step_workloads(), *slot_workloads())]

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from blocktable import PROTOCOL_VERSION
+
+pytestmark = pytest.mark.slow
 
 ONE_TEST = ["-k", "no_requests"]
 MUTANTS = Path(__file__).parent / "mutants"

@@ -20,6 +20,8 @@ import pytest
 
 from blocktable_conformance.rules import is_within
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 UNCHANGED = "unchanged"
 

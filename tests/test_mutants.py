@@ -18,6 +18,8 @@ import pytest
 
 from blocktable_conformance.rules import is_within
 
+pytestmark = pytest.mark.slow
+
 MUTANTS = Path(__file__).parent / "mutants"
 SUITE = [sys.executable, "-m", "blocktable_conformance"]
 
