@@ -19,6 +19,7 @@ class Profile:
         max_tokens: entries of a slot buffer.
         max_rows: rows of a table.
         max_columns: columns of a row.
+        engine_steps: steps of a small engine whose table kernels check.
         has_host_tests: whether tests marked `host` run.
     """
 
@@ -29,6 +30,7 @@ class Profile:
     max_tokens: int
     max_rows: int
     max_columns: int
+    engine_steps: int = 40
     has_host_tests: bool = True
 
     def with_examples(self, examples: int) -> Profile:
@@ -51,7 +53,7 @@ class Profile:
 
 
 SMALL = Profile("small", 30, 30, 15, max_tokens=64, max_rows=8, max_columns=16)
-KERNELS = replace(SMALL, name="kernels", property_examples=8, machine_examples=8, has_host_tests=False)
+KERNELS = replace(SMALL, name="kernels", property_examples=8, machine_examples=8, engine_steps=10, has_host_tests=False)
 DEEP = Profile("deep", 500, 20_000, 30, max_tokens=96, max_rows=12, max_columns=40)
 PROFILES = {profile.name: profile for profile in (SMALL, KERNELS, DEEP)}
 

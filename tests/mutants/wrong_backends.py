@@ -13,6 +13,22 @@ from blocktable import Batch, BlockTableConfig, StepBuffers, Writes
 CAUGHT_BY: dict[str, str] = {}
 """Mutant -> the rule that a failed assertion must name."""
 
+CASES = (
+    "a_batch_row_that_grew_and_shrank_over_traps",
+    "a_batch_shown_again_after_a_reset",
+    "a_dropped_table_is_freed_immediately",
+    "a_large_a_small_and_a_large_batch_of_the_same_rows",
+    "a_ring_keeps_its_window_whole",
+    "more_tokens_than_a_tile_and_more_requests_than_a_warp",
+    "nothing_past_a_filled_count_is_read",
+    "rows_apart_from_the_batch",
+    "sizes_sets_and_paddings_in_turn",
+    "slots_of_32_bits",
+    "slots_of_chosen_groups",
+    "tokens_before_the_first_request_belong_to_none",
+)
+"""Tests of the suite that catch all of them."""
+
 
 def _mutant(
     rule: str, name: str, *, store: type[PlainStore] = PlainStore, mapper: type[PlainMapper] = PlainMapper

@@ -11,6 +11,19 @@ from blocktable import Batch, ExportBuffers, Layout
 CAUGHT_BY: dict[str, str] = {}
 """Mutant -> the rule that a failed assertion must name."""
 
+CASES = (
+    "a_ring_over_true_positions",
+    "a_small_capacity_cuts_the_running_sum",
+    "block_0_is_real_where_another_block_is_null",
+    "boundaries_of_ranks",
+    "every_layout_of_the_package_can_be_exported",
+    "garbage_starts_write_nothing_outside",
+    "invalidate_refills_exports",
+    "inverse_map_by_hand",
+    "parts_of_every_kind",
+)
+"""Tests of the suite that catch all of them."""
+
 
 def _mutant(rule: str, store: type[ExportStore]) -> Any:
     name = store.__name__.removeprefix("_")
