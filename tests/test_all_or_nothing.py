@@ -15,7 +15,7 @@ import blocktable as bt
 from blocktable.protocols import IntArray
 from blocktable.rows import Journal
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 CONFIG = bt.BlockTableConfig(
     groups=[

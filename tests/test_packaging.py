@@ -107,7 +107,9 @@ def expanded(text: str) -> list[str]:
     return [name + end.strip() for name, ends in parts if name for end in (ends or "").split(",")]
 
 
-@pytest.mark.parametrize(("mark", "environment"), [("torch", "torch"), ("numba", "conformance-numba")])
+@pytest.mark.parametrize(
+    ("mark", "environment"), [("torch", "torch"), ("numba", "conformance-numba"), ("faults", "faults")]
+)
 def test_what_wants_a_library_runs_in_one_environment(mark: str, environment: str) -> None:
     """By its mark: a test that only skips where the library is missing might run nowhere."""
     assert re.search(rf"pytest .*-m {mark} .*tests", tox_section(environment)["commands"])
