@@ -144,6 +144,7 @@ class BatchChecks:
         # With an idx_mapping, and with the identity.
         self._most_padded = config.max_num_reqs, min(config.max_num_reqs, config.num_rows)
         self._has_numpy_arrays = isinstance(sample, np.ndarray)
+        self._own_type = type(sample)
         self._owner = stream_owner(sample)
         self._taken: dict[Any, Callable[[], int | None] | None] = {}
 
@@ -265,7 +266,7 @@ class BatchChecks:
 
     def _plain(self, array: Array | None) -> Array | None:
         """Return a host array of a class derived from numpy's as numpy has it (R7)."""
-        is_derived = isinstance(array, np.ndarray) and type(array) is not np.ndarray
+        is_derived = isinstance(array, np.ndarray) and type(array) not in (np.ndarray, self._own_type)
         return np.asarray(array) if is_derived and not (self._is_emulated or np.ma.isMaskedArray(array)) else array
 
     def _num_reqs(

@@ -27,7 +27,8 @@ from blocktable.errors import ArgumentError, ConfigError, DtypeError, RowCapacit
 from blocktable.protocols import Writes, ranges
 
 BULK_SHARE, BULK_ENTRIES = 0.1, 1 << 16
-"""Above this share of changed entries a commit sends all of an arena of at least so many (docs/performance.md)."""
+"""Above this share of changed entries a commit sends all of an arena of at least so many: a scatter of a tenth takes
+longer than one copy of everything, on an H200 as in numpy."""
 
 MAX_RANGE = 1 << 30
 """Entries of the longest range of a commit: lengths are int32."""

@@ -15,6 +15,8 @@ import blocktable as bt
 from blocktable.rows import Journal
 from blocktable.typing import IntArray
 
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
 CONFIG = bt.BlockTableConfig(
     groups=[
         bt.KVCacheGroup(block_size=16, num_blocks=2000, allow_null=True),

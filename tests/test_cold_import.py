@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 LIBRARIES = ("torch", "triton", "cupy", "numba")
 NEEDS = {"triton": ("torch", "triton"), "torch": ("torch",), "cupy": ("cupy",), "numba": ("numba",)}
 EMULATE = {"triton": "TRITON_INTERPRET", "cupy": "BLOCKTABLE_CUPY_EMULATE", "numba": "NUMBA_ENABLE_CUDASIM"}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("blocktable_compiled.operations", reason="the compiled host path was not built")
 
 FAILING = r"""

@@ -15,7 +15,7 @@ import pytest
 
 import blocktable as bt
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-triton")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests/gpu"))
@@ -28,6 +28,7 @@ finally:
     sys.path.remove(str(ROOT / "tests/gpu"))
 
 pytestmark = [
+    pytest.mark.torch,
     pytest.mark.skipif(kernels.ON_GPU, reason="there is a GPU: python tests/gpu/consumers.py triton cupy numba"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]

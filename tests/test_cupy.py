@@ -18,6 +18,8 @@ from blocktable.device import KernelOptions, signature_of
 from blocktable.device.driver import mapped_memory_works
 from blocktable_cupy import EMULATE_VARIABLE, CupyBackend, driver
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURES = (80, 90, 100)
 
 

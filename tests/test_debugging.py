@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: tox -e engine")
+pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
+pytestmark = pytest.mark.torch
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/debugging.md").read_text()

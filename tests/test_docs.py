@@ -18,6 +18,8 @@ from blocktable.backend import CAPABILITIES, Backend, BlockStore, SlotMapper
 from blocktable_conformance.vllm_fuzz.differences import DIFFERENCES, V2_DIFFERENCES
 from blocktable_vllm import settings
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 GENERATED = {path.stem.removeprefix("generate_") + ".md": path for path in ROOT.glob("docs/generate_*.py")}
 """Page of docs/ that is not committed -> what makes it."""

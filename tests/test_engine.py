@@ -1,6 +1,6 @@
 """The example engine gives the tokens of a dense cache, in every way to serve that it knows; faults in it are seen.
 
-On a GPU in float32 over its backends, elsewhere in float64 over emulated ones, for which `tox -e engine` asks.
+On a GPU in float32 over its backends, elsewhere in float64 over emulated ones, for which `tox -e torch` asks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import pytest
 
 import blocktable as bt
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e engine")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
+pytestmark = pytest.mark.torch
 
 ENGINE = Path(__file__).parents[1] / "examples/engine"
 sys.path.append(str(ENGINE))  # stays: modules of the engine import one another late
@@ -54,7 +55,7 @@ def test_tokens_are_those_of_a_dense_cache(variant: Variant) -> None:
     """Rules: R4-R15, R17-R19, and R21 where there are graphs."""
     name = EMULATED.get(variant.backend)
     if DEVICE == "cpu" and name and os.environ.get(name) != "1":
-        pytest.skip(f"wants a GPU, or {name}=1: tox -e engine")
+        pytest.skip(f"wants a GPU, or {name}=1: tox -e torch")
     result = run(variant)
     assert result.is_pass, result.report(variant)
     assert result.num_requests == 22
@@ -107,7 +108,7 @@ def test_a_finding_that_is_only_reported_fails_a_run(monkeypatch: pytest.MonkeyP
 def test_an_encoder_decoder_gets_the_tokens_of_a_dense_cache(backend: str) -> None:
     """Rules: R5, R12-R15, R33."""
     if DEVICE == "cpu" and backend in EMULATED and os.environ.get(EMULATED[backend]) != "1":
-        pytest.skip(f"wants a GPU, or {EMULATED[backend]}=1: tox -e engine")
+        pytest.skip(f"wants a GPU, or {EMULATED[backend]}=1: tox -e torch")
     is_pass, report = report_encoder_decoder(serving(backend=backend))
     assert is_pass, report
     assert "12 tasks, 133 new tokens" in report
@@ -205,8 +206,8 @@ def lines_of_code(path: Path) -> int:
 def kernel() -> Any:
     """Return the launcher of the kernel, on the CPU."""
     if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("wants a GPU, or TRITON_INTERPRET=1: tox -e engine")
-    pytest.importorskip("triton", reason="triton is not installed: tox -e engine")
+        pytest.skip("wants a GPU, or TRITON_INTERPRET=1: tox -e torch")
+    pytest.importorskip("triton", reason="triton is not installed: tox -e torch")
     import attention_kernel
 
     return attention_kernel.attend_in_triton
@@ -279,7 +280,7 @@ def test_the_encoder_decoder_over_the_kernel(kernel: Any) -> None:
 
 def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     """Where there is none; TRITON_INTERPRET would leave nothing to compile, hence a process of its own."""
-    pytest.importorskip("triton", reason="triton is not installed: tox -e engine")
+    pytest.importorskip("triton", reason="triton is not installed: tox -e torch")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(ENGINE), *sys.path))}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)

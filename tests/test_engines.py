@@ -21,6 +21,8 @@ from blocktable_conformance.engines.packages import Package
 from blocktable_conformance.engines.registry import ENGINES
 from blocktable_conformance.engines.trials import TRIALS, Result, Trial
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/matrix.md"
 ADAPTERS = {name.partition(":")[0] for name, _ in ENGINES.values()}

@@ -13,7 +13,8 @@ import pytest
 
 import blocktable as bt
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-triton")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
+pytestmark = pytest.mark.torch
 
 GPU_TESTS = str(Path(__file__).parent / "gpu")
 sys.path.insert(0, GPU_TESTS)

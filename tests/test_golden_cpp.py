@@ -13,7 +13,7 @@ from blocktable_conformance.golden import FOLDER
 
 CPP = FOLDER / "cpp"
 COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 
 FAULTS = {
     "a negative position": ("p < 0 || filled == 0", "filled == 0"),

@@ -33,7 +33,8 @@ CONFIG = bt.BlockTableConfig(
 NUM_BLOCKS = 12 * 16
 SIZES = (1, 4, 8)
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-triton")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
+pytestmark = pytest.mark.torch
 ON_GPU = torch.cuda.is_available()
 EMULATED = {"triton": "TRITON_INTERPRET", "cupy": "BLOCKTABLE_CUPY_EMULATE", "numba": "NUMBA_ENABLE_CUDASIM"}
 
@@ -215,7 +216,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     if backend != "numpy" and not ON_GPU and (backend != "triton" or os.environ.get(EMULATED[backend]) != "1"):
         pytest.skip("wants a GPU" + (f" or {EMULATED[backend]}=1" if backend == "triton" else ""))
     if backend == "triton" and not importlib.util.find_spec("triton"):
-        pytest.skip("triton is not installed: tox -e conformance-triton")
+        pytest.skip("triton is not installed: tox -e torch")
     gc.collect()  # memory of the test before this one, freed in the middle of a capture, would break it
     return Engine(page_names(), backend)
 
@@ -310,7 +311,7 @@ def test_the_gpu_example_of_the_readme_prints_what_it_says(capsys: pytest.Captur
     """As it stands on a GPU; elsewhere over tensors of the CPU, in Triton's interpreter."""
     if not ON_GPU and os.environ.get(EMULATED["triton"]) != "1":
         pytest.skip(f"wants a GPU or {EMULATED['triton']}=1")
-    pytest.importorskip("triton", reason="triton is not installed: tox -e conformance-triton")
+    pytest.importorskip("triton", reason="triton is not installed: tox -e torch")
     (source,) = re.findall(r"<!-- gpu -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(source if ON_GPU else source.replace('device="cuda"', 'device="cpu"'), {})
     promised = re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)

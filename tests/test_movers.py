@@ -1,6 +1,6 @@
 """The movers of docs/integrating.md: engines moved onto a table give the tokens that they gave before.
 
-transformers' own package is what is moved: `tox -e engines` installs it.
+transformers' own package is what is moved: `tox -e torch` installs it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def test_the_patch_of_transformers_is_short() -> None:
     assert sum(1 for line in code_of("transformers").splitlines() if line.strip()) <= 50
 
 
+@pytest.mark.torch
 def test_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
     """In a process of its own: it patches a class of the package."""
-    pytest.importorskip("transformers", reason="transformers is not installed: tox -e engines")
     script = tmp_path / "mover.py"
     script.write_text(f"import numpy as np\nimport blocktable as bt\n{code_of('transformers')}\n{TRANSFORMERS}")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)

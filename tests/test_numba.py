@@ -17,9 +17,7 @@ from blocktable import ArgumentError
 from blocktable_numba import SIMULATOR_VARIABLE, NumbaBackend
 
 ROOT = Path(__file__).parents[1]
-NEEDS_NUMBA = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None, reason="numba-cuda is not installed: tox -e conformance-numba"
-)
+pytestmark = pytest.mark.numba
 
 
 def run_simulated(source: str, **environment: str) -> str:
@@ -82,7 +80,6 @@ log.clear()
 """
 
 
-@NEEDS_NUMBA
 def test_a_launch_hands_over_the_exact_bytes_of_each_argument_or_raises() -> None:
     """Cases: K5."""
     printed = run_source(
@@ -109,7 +106,6 @@ except struct.error:
     assert printed.splitlines() == ["77 3 2 1 128 1 1 0 5", "refused"]
 
 
-@NEEDS_NUMBA
 def test_dropped_memory_is_freed_immediately_and_breaks_no_capture() -> None:
     """Each call that a capture elsewhere would refuse stands between two exchanges of the thread's mode."""
     printed = run_source(
@@ -148,7 +144,6 @@ print(names())
     ]
 
 
-@NEEDS_NUMBA
 def test_memory_that_cannot_be_pinned_is_pageable_where_changes_are_copied() -> None:
     """Where kernels read the host's memory the refusal is passed on. Rules: R9.1."""
     printed = run_source(
@@ -177,7 +172,6 @@ print(names())
     ]
 
 
-@NEEDS_NUMBA
 def test_memory_is_filled_with_any_value_by_the_driver() -> None:
     """Only values of 8 bytes that are no byte repeated take a copy. Rules: R5, R15."""
     printed = run_source(
@@ -197,7 +191,6 @@ for value, dtype in ((-1, "int64"), (10, "int32"), (-3, "int32"), (41, "int64"))
     ]
 
 
-@NEEDS_NUMBA
 def test_the_legacy_stream_has_one_handle_and_is_never_asked_about() -> None:
     """Rules: R22."""
     printed = run_source(
@@ -238,7 +231,6 @@ inputs = [to_device(array) for array in (np.array([1], np.int32), np.array([0, 2
 """
 
 
-@NEEDS_NUMBA
 @pytest.mark.parametrize("staging", ["mapped", "copy"])
 def test_changes_arrive_however_they_travel(staging: str) -> None:
     """Rules: R9.1."""
@@ -253,7 +245,6 @@ for block_id in range(5, 12):
     run_simulated(TABLE + source, BLOCKTABLE_STAGING=staging)
 
 
-@NEEDS_NUMBA
 def test_groups_may_have_slots_of_their_own_in_any_order() -> None:
     """Rules: R17."""
     source = """
@@ -267,7 +258,6 @@ for out in (memory, memory[::-1]):
     assert run_simulated(TABLE + source).splitlines() == 2 * ["[21, 26, -1] [29, 34, -1]"]
 
 
-@NEEDS_NUMBA
 def test_a_kernel_reaches_no_further_than_the_array_of_its_address() -> None:
     source = """
 memory = driver._memory
@@ -281,7 +271,6 @@ print(memory.entries(start, "int32")[0].size)
     assert run_simulated(TABLE + source).splitlines() == ["[[2, 3, 4, 5], [], [], []]", "1", "0"]
 
 
-@NEEDS_NUMBA
 def test_a_simulated_launch_refuses_what_a_gpu_could_not_take() -> None:
     """Cases: K5."""
     source = """
@@ -298,7 +287,6 @@ for place, value in ((1, 2**32 + 1), (8, 1 << 20)):  # beyond int32; beyond the 
     assert run_simulated(TABLE + source).splitlines() == ["error", "IndexError"]
 
 
-@NEEDS_NUMBA
 def test_kernels_know_the_features_that_they_name() -> None:
     sources = [(ROOT / f"backends/blocktable_numba/{name}.py").read_text() for name in ("checks", "kernels")]
     named = re.findall(r"\b(?:HAS_[A-Z_]+|CHECKED)\b(?! =)", "".join(sources))
@@ -365,7 +353,6 @@ def test_a_library_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPat
     assert "numba-cuda cannot be imported" in str(NumbaBackend().why_unavailable())
 
 
-@NEEDS_NUMBA
 def test_the_backend_opens_numba_only_when_asked_to_run() -> None:
     printed = run_simulated(
         "import sys, blocktable_numba\nblocktable_numba.NumbaBackend()\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,8 @@ import sys
 import pytest
 
 from blocktable.device import CHECK_KERNELS, EXPORT_KERNELS, PLAIN_KERNELS, signature_of
+
+pytestmark = pytest.mark.numba
 
 ARCHITECTURES = (80, 90, 100)
 KERNELS = (*(kernel.name for kernel in (*PLAIN_KERNELS, *CHECK_KERNELS)), "step_batch")
@@ -51,8 +52,6 @@ def compiled() -> dict[str, str]:
 
     From a process of its own: the simulator, where it is asked for, has no compiler.
     """
-    if importlib.util.find_spec("numba_cuda") is None:
-        pytest.skip("numba-cuda is not installed: tox -e conformance-numba")
     given = ARCHITECTURES, SLOT_DTYPES, KERNELS + EXPORTS, EXPORTS, CHECKING
     source = f"ARCHITECTURES, SLOT_DTYPES, NAMES, EXPORTS, CHECKING = {given!r}\n{COMPILE}"
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}

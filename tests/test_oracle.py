@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktable import BlockTableConfig
-from blocktable_conformance import golden, make_vectors
+from blocktable_conformance import golden
 from blocktable_conformance.oracle import OracleTable, Refused, Share
 from blocktable_conformance.pair import plain
 from blocktable_conformance.strategies import (
@@ -37,17 +37,10 @@ def test_the_oracle_gives_the_answers_that_are_written_down(vector: golden.Vecto
         assert answers.answer(operation["call"], operation["args"]) == operation["expect"]
 
 
-def test_the_vectors_are_what_the_script_writes(tmp_path: Path) -> None:
-    make_vectors.main(tmp_path)
-    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert written == {path.name: path.read_text() for path in golden.FOLDER.glob("*.json")}
-
-
-def test_a_vector_that_differs_from_the_paper_is_not_written() -> None:
-    scenario = make_vectors.padding()[0]
-    scenario.slots[0][0][1] += 1
-    with pytest.raises(ValueError, match=r"P1: the oracle gives .*, the paper \[80, 82, 82\]"):
-        scenario.answered()
+@pytest.mark.parametrize("path", sorted(golden.FOLDER.glob("*.json")), ids=lambda path: path.name)
+def test_an_answer_that_is_missing_is_the_oracles(path: Path) -> None:
+    text = path.read_text()
+    assert golden.completed(re.sub(r', "expect": .*?\}(?=,?\n)', "}", text)) == text
 
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

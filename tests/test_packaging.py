@@ -1,5 +1,6 @@
 """What pyproject.toml says of the distribution, and what is installed."""
 
+import configparser
 import importlib
 import importlib.metadata
 import importlib.util
@@ -87,3 +88,35 @@ def test_entry_points_lead_to_something(group: str) -> None:
 def test_every_package_is_typed(package: str) -> None:
     (folder,) = (path for path in (ROOT, *ROOT.iterdir()) if (path / package / "__init__.py").is_file())
     assert (folder / package / "py.typed").is_file()
+
+
+# What runs where.
+
+
+def tox_section(environment: str) -> dict[str, str]:
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    names = {name: expanded(name.removeprefix("testenv:")) for name in tox.sections() if name.startswith("testenv:")}
+    (section,) = (name for name, found in names.items() if environment in found)
+    return dict(tox[section])
+
+
+def expanded(text: str) -> list[str]:
+    """Return the names that `a-{b, c}, d` stands for."""
+    parts = re.findall(r"([\w-]*)(?:\{([^}]*)\})?", text)
+    return [name + end.strip() for name, ends in parts if name for end in (ends or "").split(",")]
+
+
+@pytest.mark.parametrize(
+    ("mark", "environment"), [("torch", "torch"), ("numba", "conformance-numba"), ("faults", "faults")]
+)
+def test_what_wants_a_library_runs_in_one_environment(mark: str, environment: str) -> None:
+    """By its mark: a test that only skips where the library is missing might run nowhere."""
+    assert re.search(rf"pytest .*-m {mark} .*tests", tox_section(environment)["commands"])
+    assert f"not {mark}" in tox_section("unit")["commands"]
+    for path in ROOT.glob("tests/test_*.py"):
+        source = path.read_text()
+        if re.search(rf"""importorskip\("{mark}|^ *(import|from) {mark}\b""", source, re.MULTILINE):
+            assert f"pytest.mark.{mark}" in source or f"def {mark}()" in source, path.name
+        for named in re.findall(r"tox -e ([\w-]+)", source):
+            tox_section(named)

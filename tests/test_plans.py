@@ -37,7 +37,7 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bt
 
 @pytest.fixture
 def torch() -> Any:
-    found = pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-triton")
+    found = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
     read_each((found.zeros(1),))  # the first tensor of a process finds no plan
     return found
 

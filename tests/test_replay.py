@@ -26,6 +26,8 @@ from blocktable_replay.result import ReplayResult
 from blocktable_replay.run import Replay, unfit_requests
 from blocktable_replay.traces import Trace
 
+pytestmark = pytest.mark.slow
+
 FULL = bt.KVCacheGroup(block_size=16)
 WINDOWED = bt.KVCacheGroup(block_size=64, kernel_block_size=16, sliding_window=200)
 

@@ -27,6 +27,8 @@ from blocktable_replay import Recording, RecordingError, synthetic
 from blocktable_replay.explain import main as explain
 from blocktable_replay.lane import Lane
 
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
 NUM_FILES = 300
 """Damaged recordings of each seed."""
 

@@ -11,6 +11,8 @@ import pytest
 
 from blocktable import cli
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib", reason="the report needs the extra `report`")
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

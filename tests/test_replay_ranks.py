@@ -45,9 +45,9 @@ def torchrun(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(done, capture_output=True, text=True, check=False, timeout=300, env=environment)
 
 
+@pytest.mark.torch
 def test_every_token_of_a_trace_has_one_owner() -> None:
     """Rules: R12, R13, R18."""
-    pytest.importorskip("torch", reason="torch is not installed: tox -e engine")
     done = torchrun(2, "--context-parallel", "interleave_size=8", "--limit", "30")
     assert done.returncode == 0, done.stdout + done.stderr
     (count,) = re.findall(

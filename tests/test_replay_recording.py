@@ -39,6 +39,8 @@ from blocktable_replay.result import ReplayResult
 from blocktable_replay.rowmodel import RowModel
 from blocktable_replay.run import Replay
 
+pytestmark = pytest.mark.slow
+
 CONFIG = bt.BlockTableConfig(
     groups=[
         bt.KVCacheGroup(block_size=4),

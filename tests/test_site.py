@@ -14,6 +14,8 @@ import pytest
 import blocktable as bt
 from blocktable import backend, device, observer, typing
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SPEC = (ROOT / "docs/spec.md").read_text()
 hook = runpy.run_path(str(ROOT / "docs/site_hook.py"))

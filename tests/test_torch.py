@@ -16,7 +16,8 @@ import pytest
 import blocktable as bt
 from blocktable.backend import Batch
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-torch")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
+pytestmark = pytest.mark.torch
 
 # ruff: noqa: E402 - these import torch.
 from torch.utils._python_dispatch import TorchDispatchMode

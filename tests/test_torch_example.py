@@ -16,13 +16,14 @@ import pytest
 
 from blocktable.device import PLAIN_KERNELS, KernelOptions, Signature
 
+pytestmark = pytest.mark.torch
+
 SIZES = {"i": 4, "q": 8, "Q": 8}
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `main` prints in a process of its own: TRITON_INTERPRET leaves nothing to compile."""
-    pytest.importorskip("blocktable_torch_example", reason="the example is not installed: tox -e thirdparty-torch")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run(

@@ -17,14 +17,8 @@ import blocktable as bt
 from blocktable.device import FEATURES, SIGNATURES, KernelOptions
 from blocktable_triton import INTERPRET_VARIABLE, TritonBackend, is_interpreted
 
-NEEDS_TRITON = pytest.mark.skipif(
-    not (importlib.util.find_spec("triton") and importlib.util.find_spec("torch")),
-    reason="triton or torch is not installed: tox -e conformance-triton",
-)
-NEEDS_INTERPRETER = pytest.mark.skipif(
-    not (importlib.util.find_spec("triton") and importlib.util.find_spec("torch") and is_interpreted()),
-    reason="wants Triton's interpreter: tox -e conformance-triton",
-)
+pytestmark = pytest.mark.torch
+NEEDS_INTERPRETER = pytest.mark.skipif(not is_interpreted(), reason="wants Triton's interpreter: tox -e torch")
 CONFIG = bt.BlockTableConfig(
     groups=[
         bt.KVCacheGroup(block_size=6, kernel_block_size=3, sliding_window=8),
@@ -46,7 +40,6 @@ def make_table() -> bt.BlockTable:
 # Arguments.
 
 
-@NEEDS_TRITON
 def test_kernels_take_what_their_signatures_list() -> None:
     from blocktable_triton import kernels
     from blocktable_triton.driver import FUNCTIONS
@@ -232,7 +225,6 @@ def test_an_array_on_another_device_is_refused() -> None:
 # The drivers.
 
 
-@NEEDS_TRITON
 def test_both_names_of_the_legacy_default_stream_give_one_that_is_never_captured() -> None:
     """Rules: R22."""
     from blocktable_triton.driver import TorchDriver

@@ -19,6 +19,8 @@ import pytest
 
 from blocktable.device import FEATURES, SIGNATURES, KernelOptions
 
+pytestmark = pytest.mark.torch
+
 KERNELS = tuple(name for name in SIGNATURES if name != "apply_changes_by_value")
 ALL = frozenset(FEATURES) - {"OVERLAPS", "CHECKED"}
 VARIANTS = {
@@ -62,8 +64,6 @@ ADDRESSES = (0, 1, 4, 16, 2**33 + 4, 2**47 + 8, 2**47 + 16)
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("triton", reason="triton is not installed: tox -e conformance-triton")
-    pytest.importorskip("torch", reason="torch is not installed: tox -e conformance-triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run(

@@ -16,7 +16,8 @@ import pytest
 import blocktable as bt
 from blocktable_vllm import drop_in, drop_in_v2
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e vllm")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
+pytestmark = pytest.mark.torch
 
 ROWS, TOKENS, COLUMNS, NUM_BLOCKS = 6, 128, 24, 50
 SIZES, WINDOW = (16, 32), 40

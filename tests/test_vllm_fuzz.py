@@ -1,4 +1,4 @@
-"""The fuzzer itself: it finds broken drop-ins, repeats itself, and fails where it compared nothing (tox -e vllm)."""
+"""The fuzzer itself: it finds broken drop-ins, repeats itself, and fails where it compared nothing (tox -e torch)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e vllm")
-pytest.importorskip("triton", reason="triton is not installed: tox -e vllm")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
+pytestmark = pytest.mark.torch
+pytest.importorskip("triton", reason="triton is not installed: tox -e torch")
 
 PROFILE = "0.25.1"
 PEERS = Path(os.environ.get("BLOCKTABLE_PEERS") or Path(__file__).parents[1] / ".peers")
 PEER = PEERS / f"vllm-{PROFILE}"
 
 if not PEER.is_dir():
-    pytest.skip(f"vLLM's files are not laid out: tox -e vllm, or lay_out {PEERS}", allow_module_level=True)
+    pytest.skip(f"vLLM's files are not laid out: tox -e torch, or lay_out {PEERS}", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("vLLM's kernel is to be interpreted: TRITON_INTERPRET=1", allow_module_level=True)
 

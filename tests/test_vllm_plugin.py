@@ -20,8 +20,6 @@ from blocktable_vllm.settings import V1_FILE, V2_FILE, KnownFile, make_v2_settin
 
 ROOT = Path(__file__).parents[1]
 
-needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: tox -e vllm")
-
 
 def add_module(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> ModuleType:
     module = ModuleType(name)
@@ -157,7 +155,7 @@ def test_an_impossible_variable_is_an_error(
     assert tree.is_untouched
 
 
-@needs_torch
+@pytest.mark.torch
 @pytest.mark.parametrize(("version", "v1", "v2"), [("0.25.1", "0.25.1", "0.25.1"), ("0.32.0+cpu", "0.33.0", "0.32.0")])
 def test_on_every_name_of_vllms_classes_is_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, version: str, v1: str, v2: str
@@ -186,7 +184,7 @@ def test_on_every_name_of_vllms_classes_is_ours(
     assert install_v2() is None
 
 
-@needs_torch
+@pytest.mark.torch
 def test_on_the_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tree = Tree(monkeypatch, tmp_path, "0.33.0", "0.33.0", "0.33.0")
     for name, value in (("_MODE", "strict"), ("_BACKEND", "numpy")):
@@ -197,7 +195,7 @@ def test_on_the_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPat
     assert tree.runner.BlockTables.__backend__ == "numpy"
 
 
-@needs_torch
+@pytest.mark.torch
 def test_checked_classes_are_installed_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,8 @@ import blocktable as bt
 from blocktable.device.staging import steady_entries
 from blocktable_vllm import drop_in
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e vllm")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
+pytestmark = pytest.mark.torch
 ON_GPU = torch.cuda.is_available()
 EMULATED = {"triton": "TRITON_INTERPRET", "cupy": "BLOCKTABLE_CUPY_EMULATE", "numba": "NUMBA_ENABLE_CUDASIM"}
 WIDTH = 8

@@ -12,7 +12,8 @@ import pytest
 import blocktable as bt
 from blocktable_vllm import drop_in_v2
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e vllm")
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: tox -e torch")
+pytestmark = pytest.mark.torch
 ON_GPU = torch.cuda.is_available()
 EMULATED = {"triton": "TRITON_INTERPRET", "cupy": "BLOCKTABLE_CUPY_EMULATE"}
 WIDTH, ROWS, TOKENS = 8, 6, 16

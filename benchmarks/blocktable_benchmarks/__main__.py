@@ -21,9 +21,8 @@ from blocktable_benchmarks.peers.drop_in import MODES
 from blocktable_benchmarks.render import as_text, fill_page
 from blocktable_benchmarks.runner import Lane, Results, merge, run_lane
 from blocktable_benchmarks.tables import make_tables
-from blocktable_benchmarks.workloads import shrink, step_workloads
 
-SECTIONS = ("callers", "steps", "slots", "bandwidth", "probes", "bulk", "exports", "launches")
+SECTIONS = ("callers", "steps", "slots", "bandwidth", "probes", "exports", "launches")
 DROP_IN_SECTION = "drop-in"
 HOST_PATH_VARIABLE = "BLOCKTABLE_HOST_PATH"
 
@@ -96,11 +95,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="put the tables between the markers of these Markdown pages",
     )
     add(
-        "--profile-host",
-        action="store_true",
-        help="instead, say where the host time of a steady step goes, call by call",
-    )
-    add(
         "--check",
         action="store_true",
         help="instead, time tables that kernels check beside unchecked ones; exit status 1 where one finds anything",
@@ -114,8 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(words)
     if options.report:
         require_matplotlib()
-    if options.profile_host:
-        return _profile(options)
     if options.check:
         return _checks(options)
     results = (
@@ -209,24 +201,6 @@ def _status(results: dict[str, Any], asked_for: list[str]) -> int:
     if not any(lane["kind"] == "peer" for lane in lanes.values()):
         warn("no engine's table took part: vLLM is not installed, and --peers names no folder.")
     return 1 if results["errors"] or missing or not measured else 0
-
-
-def _profile(options: argparse.Namespace) -> int:
-    from blocktable_benchmarks.host_profile import profile_host
-
-    workloads = step_workloads()[:4]
-    for name in options.backend or [info.name for info in bt.list_backends()]:
-        try:
-            backend = bt.get_backend(name)
-        except bt.BlockTableError as error:
-            warn(f"{name}: {error}")
-            continue
-        if getattr(backend, "is_emulated", False) and not options.quick:
-            warn(f"{name}: times of emulated kernels mean nothing; --quick profiles it nevertheless.")
-            continue
-        for workload in workloads:
-            print(as_text(profile_host(name, shrink(workload) if options.quick else workload)), end="\n\n")
-    return 0
 
 
 def _checks(options: argparse.Namespace) -> int:

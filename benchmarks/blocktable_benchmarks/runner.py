@@ -17,6 +17,9 @@ from typing import Any
 
 from blocktable_benchmarks.machine import describe_machine, package_versions
 
+DEPTH = 4
+"""How deep a figure lies in the results: lanes, lane, section, key."""
+
 SCHEMA = 1
 KILL_AFTER = 60.0
 """Seconds beyond its time after which a lane that does not answer is ended."""
@@ -97,8 +100,25 @@ class Results:
         if self.path is None:
             return
         unfinished = self.path.with_name(self.path.name + ".part")
-        unfinished.write_text(json.dumps(self.data, indent=1) + "\n")
+        unfinished.write_text(as_lines(self.data))
         unfinished.replace(self.path)
+
+
+def as_lines(results: dict[str, Any]) -> str:
+    """Return results as JSON with one line for each figure of a lane, and for each entry of a list."""
+
+    def text(value: Any, depth: int) -> str:
+        if not value or depth == DEPTH or not isinstance(value, (dict, list)):
+            return json.dumps(value)
+        inner = ",\n".join(
+            [f"{' ' * depth}{json.dumps(key)}: {text(each, depth + 1)}" for key, each in value.items()]
+            if isinstance(value, dict)
+            else [f"{' ' * depth}{json.dumps(each)}" for each in value]
+        )
+        opened, closed = "{}" if isinstance(value, dict) else "[]"
+        return f"{opened}\n{inner}\n{closed}"
+
+    return text(results, 0) + "\n"
 
 
 def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:

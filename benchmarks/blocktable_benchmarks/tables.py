@@ -34,7 +34,6 @@ def make_tables(results: Results) -> list[Table]:
         _drop_ins,
         _slots,
         _bandwidth,
-        _bulk,
         _exports,
         _memory,
         _waits,
@@ -250,18 +249,6 @@ def _bandwidth_cell(found: dict[str, Any] | None) -> str:
     if "impossible" in found:
         return "cannot"
     return f"{found['GB_per_s']:,.0f} GB/s, {found['share_of_copy']} %"
-
-
-def _bulk(results: Results) -> list[Table]:
-    cases = _workloads(results, "bulk")
-    rows = []
-    for name, content in _present(results, "bulk").items():
-        if is_timed(results["lanes"][name]):
-            found = [content.get(case, {}) for case in cases]
-            rows.append([name, *(f"{number(f.get('scatter_us'), 0)} / {number(f.get('copy_us'), 0)}" for f in found)])
-    return [
-        Table("bulk", "A large commit and a wait, us: by scatter / by one copy of the whole table", ["", *cases], rows)
-    ]
 
 
 def _exports(results: Results) -> list[Table]:

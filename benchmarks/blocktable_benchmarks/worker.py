@@ -19,7 +19,6 @@ from typing import Any
 import blocktable as bt
 from blocktable.host_path import host_path_description
 from blocktable_benchmarks.agreement import check_slots, check_steps
-from blocktable_benchmarks.bulk import measure_bulk
 from blocktable_benchmarks.caller_lane import CallerLane
 from blocktable_benchmarks.callers import (
     PATIENT_SECONDS,
@@ -60,7 +59,7 @@ from blocktable_benchmarks.workloads import (
 )
 
 SECTIONS = (
-    *("machine", "callers", "steps", "drop_ins", "slots", "bandwidth", "sweep", "probes", "bulk", "exports"),
+    *("machine", "callers", "steps", "drop_ins", "slots", "bandwidth", "sweep", "probes", "exports"),
     "launches",
 )
 """In the order they run: a profiler's traces slow down what comes after it."""
@@ -391,10 +390,6 @@ class Worker:
             from blocktable_benchmarks.peers.probes import probe
 
             self._try("probes", "contract", lambda: probe(self._make_lane, self.gpu))
-
-    def _bulk(self) -> None:
-        if not self._is_peer:
-            measure_bulk(self.plan["name"], self._try, is_quick=self.is_quick)
 
     def _exports(self) -> None:
         """After all other times: a profiler counts what exports launch."""

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 USAGE = """\
-usage: blocktable conformance NAME... [--profile small|deep] [--step-path separate|fused] [--rule RULE] [--examples N]
-                              [--soak SECONDS] [--verdict FILE] [any option of pytest: -x, -k EXPRESSION, -n 4, ...]
+usage: blocktable conformance NAME... [--profile small|kernels|deep] [--step-path separate|fused] [--rule RULE]
+                              [--examples N] [--soak SECONDS] [--verdict FILE]
+                              [any option of pytest: -x, -k EXPRESSION, -n 4, ...]
        blocktable conformance --engine NAME [--examples N] [--peers DIR] [--check PAGE] [--replay PAGE] [--write PAGE]
 
 Prove that backends keep the contract of docs/spec.md. NAME is an installed backend (see `blocktable backends`) or

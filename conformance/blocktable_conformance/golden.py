@@ -354,3 +354,30 @@ class TableAnswers:
                 part |= {name: self._host(array) for name, array in values.items() if array is not None}
             found.append(part)
         return self._outputs() | {"groups": found}
+
+
+def completed(text: str) -> str:
+    """Return a file of vectors with the oracle's answers, one line for each operation, so that a change shows as one.
+
+    Args:
+        text: of the file; `expect` of an operation may be missing.
+    """
+    content = json.loads(text)
+    vectors = []
+    for vector in content.pop("vectors"):
+        operations = vector.pop("operations", None)
+        head = json.dumps(vector)[:-1]
+        if operations is None:
+            vectors.append(f"{head}}}")
+            continue
+        answers = OracleAnswers(config_of(vector["config"]))
+        lines = [each | {"expect": answers.answer(each["call"], each["args"])} for each in operations]
+        body = ",\n".join(f" {json.dumps(line)}" for line in lines)
+        vectors.append(f'{head}, "operations": [\n{body}\n]}}')
+    head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+    return f'{{\n{head},\n"vectors": [\n' + ",\n".join(vectors) + "\n]\n}\n"
+
+
+if __name__ == "__main__":
+    for path in FOLDER.glob("*.json"):
+        path.write_text(completed(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -121,7 +121,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--profile",
         choices=sorted(profiles.PROFILES),
         default="small",
-        help="how much to run: small (emulated backends too) or deep.",
+        help="how much to run: small; kernels, without what other backends prove of the host; or deep.",
     )
     group.addoption("--examples", type=int, metavar="N", help="examples of each property and of the state machine.")
     group.addoption(
@@ -139,6 +139,11 @@ def pytest_configure(config: pytest.Config) -> None:
     home = TemporaryDirectory()  # Hypothesis would make a folder in the caller's
     config.add_cleanup(home.cleanup)
     set_hypothesis_home_dir(home.name)
+    config.addinivalue_line(
+        "markers",
+        "host: what the core does beside the kernels, or a history whose steps other tests make too; "
+        "the profile `kernels` leaves it out.",
+    )
     config.addinivalue_line("markers", "large: a case with a wide table or many tokens; runs in every profile.")
     profile = profiles.PROFILES[config.getoption("--profile")]
     examples = config.getoption("--examples")
@@ -247,6 +252,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if not rules.are_about(rules.numbers("Rules", _docstring(item)), wanted)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+    if not profiles.current().has_host_tests:
+        of_host = [item for item in items if item.get_closest_marker("host")]
+        config.hook.pytest_deselected(items=of_host)
+        items[:] = [item for item in items if item not in of_host]
     for item in items:
         found = _subject_of(item)
         if found is not None:  # xdist's workers send it home in the report

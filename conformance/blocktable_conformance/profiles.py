@@ -1,4 +1,4 @@
-"""How much a run does: small for emulated backends, deep for a night."""
+"""How much a run does: small by default, kernels where an interpreter or a simulator runs them, deep for a night."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Profile:
     """Sizes of one run.
 
     Attributes:
-        name: "small" or "deep".
+        name: as `--profile` takes it.
         property_examples: examples of each Hypothesis property.
         machine_examples: histories that the state machine runs.
         machine_steps: longest of them, in operations.
@@ -20,6 +20,8 @@ class Profile:
         max_tokens: entries of a slot buffer.
         max_rows: rows of a table.
         max_columns: columns of a row.
+        engine_steps: steps of a small engine whose table kernels check.
+        has_host_tests: whether tests marked `host` run.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Profile:
     max_tokens: int
     max_rows: int
     max_columns: int
+    engine_steps: int = 40
+    has_host_tests: bool = True
 
     def with_examples(self, examples: int) -> Profile:
         """Return the same profile with another number of examples, everywhere."""
@@ -42,8 +46,8 @@ class Profile:
             stateful_step_count=self.machine_steps,
             deadline=None,  # an emulated launch may take a tenth of a second, the first one seconds
             database=None,  # a suite leaves nothing behind in the caller's folder
-            # A red run of the small profile is the same run on every machine.
-            derandomize=self.name == "small",
+            # A red run is the same run on every machine; a night looks for new ones.
+            derandomize=self.name != "deep",
             print_blob=True,
             report_multiple_bugs=False,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
@@ -51,8 +55,9 @@ class Profile:
 
 
 SMALL = Profile("small", 30, 30, 15, 20_000, max_tokens=64, max_rows=8, max_columns=16)
+KERNELS = replace(SMALL, name="kernels", property_examples=8, machine_examples=8, engine_steps=10, has_host_tests=False)
 DEEP = Profile("deep", 500, 20_000, 30, 200_000, max_tokens=96, max_rows=12, max_columns=40)
-PROFILES = {profile.name: profile for profile in (SMALL, DEEP)}
+PROFILES = {profile.name: profile for profile in (SMALL, KERNELS, DEEP)}
 
 _current = SMALL
 

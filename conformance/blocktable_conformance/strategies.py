@@ -117,11 +117,6 @@ def max_model_len(chosen: Sequence[KVCacheGroup], share: ContextParallel) -> int
     return longest
 
 
-def row_counts(rows: int, most: int) -> st.SearchStrategy[list[int]]:
-    """Draw how many blocks each of some rows gets."""
-    return st.lists(st.integers(0, most), min_size=rows, max_size=rows)
-
-
 def distinct_rows(num_rows: int) -> st.SearchStrategy[list[int]]:
     """Draw distinct rows in any order, none too."""
     return st.lists(st.integers(0, num_rows - 1), unique=True, max_size=num_rows)

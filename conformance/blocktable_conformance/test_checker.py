@@ -22,6 +22,8 @@ from blocktable_conformance.asserts import check, must_raise
 from blocktable_conformance.captures import Streams
 from blocktable_conformance.subject import Subject
 
+pytestmark = pytest.mark.host
+
 B4 = KVCacheGroup(block_size=4)
 WINDOW = KVCacheGroup(block_size=4, sliding_window=4, allow_null=True)
 

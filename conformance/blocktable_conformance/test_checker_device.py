@@ -20,6 +20,7 @@ from blocktable import (
     KVCacheGroup,
     UnsupportedError,
 )
+from blocktable_conformance import profiles
 from blocktable_conformance.asserts import check
 from blocktable_conformance.captures import Streams
 from blocktable_conformance.subject import Subject
@@ -475,7 +476,7 @@ def test_kernels_find_nothing_in_a_right_history(subject: Subject, name: str) ->
     options["groups"] = [replace(group, num_blocks=group.num_blocks or NUM_BLOCKS) for group in options["groups"]]
     make_table(subject)  # skips where kernels cannot
     engine = DeviceEngine(subject, 7, **options)
-    engine.run(40)
+    engine.run(profiles.current().engine_steps)
     engine.table.collect_findings()
     check(not engine.table.num_findings, "R41.2", f"the history is right: {engine.table.findings}")
     engine.table.verify()

@@ -13,6 +13,8 @@ from blocktable_conformance.asserts import check
 from blocktable_conformance.cases import shard
 from blocktable_conformance.subject import Subject
 
+pytestmark = pytest.mark.host
+
 NUM_BLOCKS, MAX_ROWS, MAX_TOKENS = 120, 6, 40
 MAX_LEN = 60
 

@@ -14,6 +14,7 @@ from blocktable_conformance.subject import Subject
 VECTORS = list(golden.load())
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("vector", [vector for vector in VECTORS if vector.raises is None], ids=repr)
 def test_golden_vector(subject: Subject, vector: golden.Vector) -> None:
     """Every answer of the history is the one that is written down.

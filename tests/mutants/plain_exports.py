@@ -300,6 +300,7 @@ class ExportStore(PlainStore):
 class PlainExportBackend(PlainBackend):
     """Its arrays are a device's, whose contents the core does not see: what a capacity cuts is left to the kernels."""
 
+    is_emulated = True  # its arrays are those of an emulated device
     name = "plain-exports"
     capabilities = PlainBackend.capabilities | {"exports", "export_parts"}
     store_class: type[PlainStore] = ExportStore

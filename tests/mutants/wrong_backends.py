@@ -14,6 +14,23 @@ from blocktable.backend import Batch, Writes
 CAUGHT_BY: dict[str, str] = {}
 """Mutant -> the rule that a failed assertion must name."""
 
+CASES = (
+    "a_batch_row_that_grew_and_shrank_over_traps",
+    "a_batch_shown_again_after_a_reset",
+    "a_dropped_table_is_freed_immediately",
+    "a_large_a_small_and_a_large_batch_of_the_same_rows",
+    "a_ring_keeps_its_window_whole",
+    "basics",
+    "more_tokens_than_a_tile_and_more_requests_than_a_warp",
+    "nothing_past_a_filled_count_is_read",
+    "rows_apart_from_the_batch",
+    "sizes_sets_and_paddings_in_turn",
+    "slots_of_32_bits",
+    "slots_of_chosen_groups",
+    "tokens_before_the_first_request_belong_to_none",
+)
+"""Tests of the suite that catch all of them."""
+
 
 def _mutant(
     rule: str, name: str, *, store: type[PlainStore] = PlainStore, mapper: type[PlainMapper] = PlainMapper
@@ -29,19 +46,6 @@ class _OffByOne(PlainMapper):
     def slot(self, group: int, batch: Batch, token: int, num_tokens: int) -> int:
         right = super().slot(group, batch, token, num_tokens)
         return right - 1 if right > 0 else right
-
-
-class _PaddedCount(PlainMapper):
-    """Takes every launched position for a token; the surplus ones for the last request's."""
-
-    def num_tokens(self, batch: Batch, slots: Any) -> int:
-        assert batch.positions is not None
-        return min(len(batch.positions), len(slots)) if batch.num_reqs else 0
-
-    def request_of(self, batch: Batch, token: int) -> int | None:
-        assert batch.query_start_loc is not None
-        surplus = token >= int(batch.query_start_loc[-1])
-        return batch.num_reqs - 1 if surplus else super().request_of(batch, token)
 
 
 class _StaleSlots(PlainMapper):
@@ -64,17 +68,6 @@ class _RankIgnored(PlainMapper):
         return world_size, 0, interleave_size
 
 
-class _InterleaveIgnored(PlainMapper):
-    def share(self) -> tuple[int, int, int]:
-        world_size, rank, _ = super().share()
-        return world_size, rank, 1
-
-
-class _Product32(PlainMapper):
-    def product(self, block_id: int, size: int) -> int:
-        return int(np.array(block_id * size).astype(np.int32))
-
-
 class _Group0ForAll(PlainMapper):
     def block_id(self, group: int, row: int, column: int) -> int:
         first = self.store.table(0)
@@ -87,14 +80,6 @@ class _WidthAsStride(PlainMapper):
     def block_id(self, group: int, row: int, column: int) -> int:
         stride = self.config.capacity(group) * self.config.groups[group].blocks_per_kv_block
         return int(self.store.table(group).reshape(-1)[row * stride + column])
-
-
-class _UnboundedColumn(PlainMapper):
-    def is_filled(self, group: int, row: int, column: int) -> bool:
-        return row * self.config.width(group) + column < int(self.store.table(group).size)
-
-    def block_id(self, group: int, row: int, column: int) -> int:
-        return int(self.store.table(group).reshape(-1)[row * self.config.width(group) + column])
 
 
 class _BoundedByWidth(PlainMapper):
@@ -127,16 +112,6 @@ class _HolesHaveSlots(PlainMapper):
 class _BlockZeroIsNull(PlainMapper):
     def is_null(self, group: int, block_id: int) -> bool:
         return self.config.groups[group].null_is_pad and block_id < self.config.groups[group].blocks_per_kv_block
-
-
-class _PadIsMinusOne(PlainMapper):
-    def pad_of(self, group: int) -> int:
-        return -1
-
-
-class _RingsWriteTwice(PlainMapper):
-    def is_overwritten(self, group: int, row: int, position: int, last_position: int) -> bool:
-        return False
 
 
 class _CrossGroupsInSteps(PlainMapper):
@@ -180,11 +155,6 @@ class _RowsOfTheBatch(PlainStore):
         return 0 <= row < self.config.max_num_reqs
 
 
-class _NullIsZero(PlainStore):
-    def filler(self, group: int) -> int:
-        return 0
-
-
 class _RingsAreCut(PlainStore):
     def passed_columns(self, group: int, batch: Batch, i: int) -> int:
         geometry = self.config.groups[group]
@@ -200,17 +170,6 @@ class _PaddedRowsKept(PlainStore):
             super().store_batch_row(group, table, i, columns, batch)
 
 
-class _StaleColumns(PlainStore):
-    def store_batch_row(self, group: int, table: Any, i: int, columns: list[int], batch: Batch) -> None:
-        table[i, : len(columns)] = columns
-
-
-class _RowsBehindTheLaunchedOnesKept(PlainStore):
-    def store_batch_row(self, group: int, table: Any, i: int, columns: list[int], batch: Batch) -> None:
-        if i < batch.num_reqs_padded:
-            super().store_batch_row(group, table, i, columns, batch)
-
-
 class _WholeRows(PlainStore):
     """Copies a row to its width, past the filled count."""
 
@@ -221,11 +180,6 @@ class _WholeRows(PlainStore):
     def _whole(self, group: int, row: int) -> list[int]:
         columns: list[int] = self.table(group)[row].tolist()
         return columns
-
-
-class _WindowOneShort(PlainStore):
-    def first_token(self, num_computed_tokens: int, window: int) -> int:
-        return num_computed_tokens - window + 2
 
 
 class _WindowOfGlobalTokens(PlainStore):
@@ -250,14 +204,6 @@ class _OneSetForAll(PlainStore):
 
 
 # Memory.
-
-
-class _LosesTheLastRange(PlainStore):
-    def write(self, writes: Writes, *, stream: int | None) -> None:
-        held = self.arena.copy()
-        super().write(writes, stream=stream)
-        if writes.offsets.size > 1:
-            self.arena[writes.offsets[-1] :] = held[writes.offsets[-1] :]
 
 
 class _OneCommitLate(PlainStore):
@@ -289,38 +235,27 @@ class _Slots64(PlainStore):
 
 
 OffByOne = _mutant("R12", "OffByOne", mapper=_OffByOne)
-PaddedCount = _mutant("R15", "PaddedCount", mapper=_PaddedCount)
 StaleSlots = _mutant("R15", "StaleSlots", mapper=_StaleSlots)
 PadsToTheLaunchedCount = _mutant("R15", "PadsToTheLaunchedCount", mapper=_PadsToTheLaunchedCount)
 RankIgnored = _mutant("R18", "RankIgnored", mapper=_RankIgnored)
-InterleaveIgnored = _mutant("R12", "InterleaveIgnored", mapper=_InterleaveIgnored)
-Product32 = _mutant("R12", "Product32", mapper=_Product32)
 Group0ForAll = _mutant("R12", "Group0ForAll", mapper=_Group0ForAll)
 WidthAsStride = _mutant("R12", "WidthAsStride", mapper=_WidthAsStride)
-UnboundedColumn = _mutant("R13", "UnboundedColumn", mapper=_UnboundedColumn)
 BoundedByWidth = _mutant("R13", "BoundedByWidth", mapper=_BoundedByWidth)
 NegativePositions = _mutant("R13", "NegativePositions", mapper=_NegativePositions)
 NullIsNeverPad = _mutant("R13", "NullIsNeverPad", mapper=_NullIsNeverPad)
 HolesHaveSlots = _mutant("R13", "HolesHaveSlots", mapper=_HolesHaveSlots)
 BlockZeroIsNull = _mutant("R13", "BlockZeroIsNull", mapper=_BlockZeroIsNull)
-PadIsMinusOne = _mutant("R13", "PadIsMinusOne", mapper=_PadIsMinusOne)
-RingsWriteTwice = _mutant("R14", "RingsWriteTwice", mapper=_RingsWriteTwice)
 CrossGroupsInSteps = _mutant("R14", "CrossGroupsInSteps", mapper=_CrossGroupsInSteps)
 RowsOfTheBatch = _mutant("R10.1", "RowsOfTheBatch", store=_RowsOfTheBatch)
-NullIsZero = _mutant("R10.1", "NullIsZero", store=_NullIsZero)
 RingsAreCut = _mutant("R11", "RingsAreCut", store=_RingsAreCut)
 RingOfTheWidth = _mutant("R14", "RingOfTheWidth", mapper=_RingOfTheWidth)
 FirstTokensToTheFirstRequest = _mutant("R13", "FirstTokensToTheFirstRequest", mapper=_FirstTokensToTheFirstRequest)
 DummyIsTheLastRow = _mutant("R10.2", "DummyIsTheLastRow", store=_DummyIsTheLastRow)
 PaddedRowsKept = _mutant("R10.3", "PaddedRowsKept", store=_PaddedRowsKept)
-StaleColumns = _mutant("R5", "StaleColumns", store=_StaleColumns)
-RowsBehindTheLaunchedOnesKept = _mutant("R10.6", "RowsBehindTheLaunchedOnesKept", store=_RowsBehindTheLaunchedOnesKept)
 WholeRows = _mutant("R10.5", "WholeRows", store=_WholeRows)
-WindowOneShort = _mutant("R11", "WindowOneShort", store=_WindowOneShort)
 WindowOfGlobalTokens = _mutant("R11", "WindowOfGlobalTokens", store=_WindowOfGlobalTokens)
 FreshBufferEachCall = _mutant("R17", "FreshBufferEachCall", store=_FreshBufferEachCall)
 OneSetForAll = _mutant("R17", "OneSetForAll", store=_OneSetForAll)
-LosesTheLastRange = _mutant("R9.1", "LosesTheLastRange", store=_LosesTheLastRange)
 OneCommitLate = _mutant("R9.1", "OneCommitLate", store=_OneCommitLate)
 BuffersKeptAtWakeUp = _mutant("R24", "BuffersKeptAtWakeUp", store=_BuffersKeptAtWakeUp)
 RefersToItself = _mutant("R24", "RefersToItself", store=_RefersToItself)

@@ -12,6 +12,19 @@ from blocktable.backend import Batch
 CAUGHT_BY: dict[str, str] = {}
 """Mutant -> the rule that a failed assertion must name."""
 
+CASES = (
+    "a_ring_over_true_positions",
+    "a_small_capacity_cuts_the_running_sum",
+    "block_0_is_real_where_another_block_is_null",
+    "boundaries_of_ranks",
+    "every_layout_of_the_package_can_be_exported",
+    "garbage_starts_write_nothing_outside",
+    "invalidate_refills_exports",
+    "inverse_map_by_hand",
+    "parts_of_every_kind",
+)
+"""Tests of the suite that catch all of them."""
+
 
 def _mutant(rule: str, store: type[ExportStore]) -> Any:
     name = store.__name__.removeprefix("_")
@@ -48,12 +61,6 @@ class _AnEmptyRequestHasAPage(ExportStore):
         return super().last_page_len(length, count, page) if count else 1
 
 
-class _LengthsOfAllRanks(ExportStore):
-    def length(self, out: ExportBuffers, batch: Batch, i: int) -> int:
-        row = self.row_of(batch, i)
-        return 0 if row is None or batch.seq_lens is None else max(0, int(batch.seq_lens[i]))
-
-
 class _DummiesHaveLengths(ExportStore):
     def length(self, out: ExportBuffers, batch: Batch, i: int) -> int:
         if i >= batch.num_reqs or batch.seq_lens is None:
@@ -64,11 +71,6 @@ class _DummiesHaveLengths(ExportStore):
 class _ADummyIsTheLastRow(ExportStore):
     def is_row(self, row: int) -> bool:
         return -self.config.num_rows <= row < self.config.num_rows
-
-
-class _StaleIndices(ExportStore):
-    def clear_indices(self, out: ExportBuffers, total: int) -> None:
-        """Leaves what a larger batch wrote."""
 
 
 class _StaleStarts(ExportStore):
@@ -82,15 +84,6 @@ class _StartsAreCounts(ExportStore):
         super().store_start(batch, out, i, count, count)
 
 
-class _CountsOfTheFirstGroup(ExportStore):
-    def counted_groups(self, out: ExportBuffers) -> tuple[int, ...]:
-        return (out.groups[0], out.groups[0])
-
-    def entries(self, group: int, batch: Batch, i: int, count: int, first: int = 0) -> list[int]:
-        found = super().entries(group, batch, i, count, first)
-        return found + [0] * (count - len(found))
-
-
 class _FirstGroupForAll(ExportStore):
     def entries(self, group: int, batch: Batch, i: int, count: int, first: int = 0) -> list[int]:
         return super().entries(0, batch, i, count, first)
@@ -99,18 +92,6 @@ class _FirstGroupForAll(ExportStore):
 class _BlocksForSlots(ExportStore):
     def slot(self, block_id: int, offset: int, tokens: int) -> int:
         return block_id
-
-
-class _WindowIgnored(ExportStore):
-    def entries(self, group: int, batch: Batch, i: int, count: int, first: int = 0) -> list[int]:
-        row = self.row_of(batch, i)
-        found: list[int] = [] if row is None else self.table(group)[row, first : first + count].tolist()
-        return found
-
-
-class _NullIsZero(ExportStore):
-    def clear_table(self, out: ExportBuffers, member: int, row: Any) -> None:
-        row[:] = 0
 
 
 class _NulledBlocksStay(ExportStore):
@@ -126,11 +107,6 @@ class _ZerosAreMissing(ExportStore):
         return block_id * out.layout.entry_scale if block_id else fill
 
 
-class _StaleTable(ExportStore):
-    def clear_table(self, out: ExportBuffers, member: int, row: Any) -> None:
-        """Leaves what a longer row wrote."""
-
-
 class _ScaleIgnored(ExportStore):
     def table_entry(self, group: int, out: ExportBuffers, block_id: int) -> int:
         return super().table_entry(group, out, block_id) // out.layout.entry_scale
@@ -139,11 +115,6 @@ class _ScaleIgnored(ExportStore):
 class _KeysForValues(ExportStore):
     def value_entry(self, layout: Layout, key_entry: int) -> int:
         return key_entry
-
-
-class _MapIsNotCleared(ExportStore):
-    def clear_map(self, out: ExportBuffers, row: Any) -> None:
-        """Leaves what an earlier batch mapped."""
 
 
 class _MapGoesPastTheLength(ExportStore):
@@ -170,11 +141,6 @@ class _LastOfTheWidth(ExportStore):
         width = self.config.width(group)
         is_last = layout.state_columns == "last"
         return width - layout.num_columns if is_last else super().first_state(group, batch, layout, i, filled)
-
-
-class _StateOfTheNextToken(ExportStore):
-    def aligned_column(self, seq_len: int, block_size: int) -> int:
-        return max(0, seq_len) // block_size
 
 
 class _StatesPastTheRow(ExportStore):
@@ -208,45 +174,15 @@ class _CapacityIgnored(ExportStore):
         return found[: max(0, out.capacity - int(out.indptr[i]))]  # type: ignore[index]
 
 
-class _CutsAreNotCounted(ExportStore):
-    def write_csr(self, batch: Batch, out: ExportBuffers) -> None:
-        super().write_csr(batch, out)
-        out.num_cut[0] = 0  # type: ignore[index]
-
-
-class _PartsAreWholeRows(ExportStore):
-    """Takes the first tokens for what they are only in the lengths."""
-
-    def entries(self, group: int, batch: Batch, i: int, count: int, first: int = 0) -> list[int]:
-        return super().entries(group, batch, i, count)
-
-
-class _LengthsAreOfTheSequence(ExportStore):
-    def length(self, out: ExportBuffers, batch: Batch, i: int) -> int:
-        return super().length(out, batch, i) + self.tokens_before(out, batch, i)
-
-
 class _FirstTokensOfAllRanks(ExportStore):
     def tokens_before(self, out: ExportBuffers, batch: Batch, i: int) -> int:
         given = batch.first_tokens
         return 0 if given is None or self.row_of(batch, i) is None else max(0, int(given[i]))
 
 
-class _RoundedTokensAreNotCounted(ExportStore):
-    def count_rounded(self, batch: Batch, out: ExportBuffers) -> None:
-        """Rounds without a sign."""
-
-
 class _PartsAreRoundedUp(ExportStore):
     def first_column(self, out: ExportBuffers, batch: Batch, i: int) -> int:
         return -(-self.tokens_before(out, batch, i) // self.block_tokens(out))
-
-
-class _ColumnsOfThePart(ExportStore):
-    """Counts the columns of an inverse map from the part's start."""
-
-    def mapped_from(self, first_column: int) -> int:
-        return 0
 
 
 class _DummiesAreRounded(ExportStore):
@@ -255,16 +191,6 @@ class _DummiesAreRounded(ExportStore):
             size = self.block_tokens(out)
             for first in batch.first_tokens.tolist():
                 out.num_cut[0] += self.local_length(out.groups[0], max(0, first)) % size != 0
-
-
-class _RingsDoNotTurn(ExportStore):
-    def ring_column(self, column: int, ring: int) -> int:
-        return min(column, ring - 1)
-
-
-class _OverwrittenColumnsStay(ExportStore):
-    def first_of_ring(self, length: int, ring: int, tokens: int) -> int:
-        return 0
 
 
 class _PartlyOverwrittenColumnsGo(ExportStore):
@@ -282,35 +208,9 @@ class _StartsArePaddedWithZero(ExportStore):
         return 0
 
 
-class _DummiesHaveTokens(ExportStore):
-    def is_request_of_tokens(self, batch: Batch, i: int) -> bool:
-        return True
-
-
 class _RequestsAreRows(ExportStore):
     def request_number(self, batch: Batch, i: int) -> int:
         return self.row_of(batch, i) or 0
-
-
-class _PositionsArePadded(ExportStore):
-    """Says the group's pad slot where a position has no slot."""
-
-    def no_slot(self, group: int) -> int:
-        return self.config.groups[group].pad_slot_id
-
-
-class _PositionsAreOfAllRanks(ExportStore):
-    def local_position(self, group: int, row: int, position: int) -> int | None:
-        return (
-            super().local_position(group, row, position) if self.config.groups[group].slot_mode == "ring" else position
-        )
-
-
-class _PositionsDoNotWrap(ExportStore):
-    def local_position(self, group: int, row: int, position: int) -> int | None:
-        return (
-            position if self.config.groups[group].slot_mode == "ring" else super().local_position(group, row, position)
-        )
 
 
 LastPageIsTheRest = _mutant("R27", _LastPageIsTheRest)
@@ -318,47 +218,28 @@ PagesAreRoundedDown = _mutant("R27", _PagesAreRoundedDown)
 OnePageTooMany = _mutant("R27", _OnePageTooMany)
 CutPagesAreNotFull = _mutant("R27", _CutPagesAreNotFull)
 AnEmptyRequestHasAPage = _mutant("R27", _AnEmptyRequestHasAPage)
-LengthsOfAllRanks = _mutant("R27", _LengthsOfAllRanks)
 DummiesHaveLengths = _mutant("R27", _DummiesHaveLengths)
 ADummyIsTheLastRow = _mutant("R25.6", _ADummyIsTheLastRow)
-StaleIndices = _mutant("R25.13", _StaleIndices)
 StaleStarts = _mutant("R27", _StaleStarts)
 StartsAreCounts = _mutant("R27", _StartsAreCounts)
-CountsOfTheFirstGroup = _mutant("R25.15", _CountsOfTheFirstGroup)
 FirstGroupForAll = _mutant("R25.15", _FirstGroupForAll)
 BlocksForSlots = _mutant("R28", _BlocksForSlots)
-WindowIgnored = _mutant("R25.5", _WindowIgnored)
-NullIsZero = _mutant("R26", _NullIsZero)
 NulledBlocksStay = _mutant("R26", _NulledBlocksStay)
 ZerosAreMissing = _mutant("R26", _ZerosAreMissing)
-CutsAreNotCounted = _mutant("R27", _CutsAreNotCounted)
-StaleTable = _mutant("R26", _StaleTable)
 ScaleIgnored = _mutant("R26", _ScaleIgnored)
 KeysForValues = _mutant("R29", _KeysForValues)
-MapIsNotCleared = _mutant("R30", _MapIsNotCleared)
 MapGoesPastTheLength = _mutant("R30", _MapGoesPastTheLength)
 FirstColumnOfARepeat = _mutant("R30", _FirstColumnOfARepeat)
 NullIsMapped = _mutant("R30", _NullIsMapped)
 LastOfTheWidth = _mutant("R31", _LastOfTheWidth)
-StateOfTheNextToken = _mutant("R31", _StateOfTheNextToken)
 StatesPastTheRow = _mutant("R31", _StatesPastTheRow)
 ExportsKeptAtWakeUp = _mutant("R24", _ExportsKeptAtWakeUp)
 CopiesEachCall = _mutant("R25.8", _CopiesEachCall)
 CapacityIgnored = _mutant("R27", _CapacityIgnored)
-PartsAreWholeRows = _mutant("R34", _PartsAreWholeRows)
-LengthsAreOfTheSequence = _mutant("R34", _LengthsAreOfTheSequence)
 FirstTokensOfAllRanks = _mutant("R34", _FirstTokensOfAllRanks)
-RoundedTokensAreNotCounted = _mutant("R34", _RoundedTokensAreNotCounted)
 PartsAreRoundedUp = _mutant("R34", _PartsAreRoundedUp)
-ColumnsOfThePart = _mutant("R34", _ColumnsOfThePart)
 DummiesAreRounded = _mutant("R34", _DummiesAreRounded)
-RingsDoNotTurn = _mutant("R35", _RingsDoNotTurn)
-OverwrittenColumnsStay = _mutant("R35", _OverwrittenColumnsStay)
 PartlyOverwrittenColumnsGo = _mutant("R35", _PartlyOverwrittenColumnsGo)
 RingsIgnoreTheirWindow = _mutant("R35", _RingsIgnoreTheirWindow)
 StartsArePaddedWithZero = _mutant("R35", _StartsArePaddedWithZero)
-DummiesHaveTokens = _mutant("R35", _DummiesHaveTokens)
 RequestsAreRows = _mutant("R35", _RequestsAreRows)
-PositionsArePadded = _mutant("R36", _PositionsArePadded)
-PositionsAreOfAllRanks = _mutant("R36", _PositionsAreOfAllRanks)
-PositionsDoNotWrap = _mutant("R36", _PositionsDoNotWrap)

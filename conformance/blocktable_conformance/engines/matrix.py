@@ -128,7 +128,7 @@ blocktable conformance --engine my_package.my_module:MyEngine
 
 The files come from the package index, each with a digest that is checked; nothing of theirs is in this repository. An
 adapter of your own is a subclass of `blocktable_conformance.engines.adapter.Engine` with the calls that your table has.
-`tox -e engines` replays what is shown here and tries the rest on a few histories; a weekly job searches for
+`tox -e torch` replays what is shown here and tries the rest on a few histories; a weekly job searches for
 all of it again.
 """
 
