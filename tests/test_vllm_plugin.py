@@ -20,7 +20,24 @@ from blocktable_vllm.settings import V1_FILE, V2_FILE, KnownFile, make_v2_settin
 
 ROOT = Path(__file__).parents[1]
 
+torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: tox -e vllm")
+
+
+def own_home() -> Any:
+    """What vLLM's module of tables names, as far as tables look there."""
+    return importlib.import_module("blocktable_vllm.home")
+
+
+def make_tables(tree: "Tree", v1: str) -> None:
+    """Make tables of both runners, as vLLM's runners do."""
+    sizes = {"max_num_reqs": 2, "max_num_batched_tokens": 4, "device": torch.device("cpu"), "block_sizes": [16]}
+    kernel_sizes = {"kernel_block_sizes": [16], "max_model_len": 32}
+    tree.user.MultiGroupBlockTable(
+        max_num_blocks=[2], pin_memory=False, **sizes, **(kernel_sizes if v1 == "0.25.1" else {})
+    )
+    kernel_sizes.pop("max_model_len")
+    tree.runner.BlockTables(max_num_blocks_per_group=[2], **sizes, **(kernel_sizes if v1 == "0.25.1" else {}))
 
 
 def add_module(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> ModuleType:
@@ -58,7 +75,8 @@ class Tree:
             place.write_text(f"{known.runner} {profile}")
             if profile != "unknown":
                 monkeypatch.setitem(dict_of(known), hashlib.sha256(place.read_bytes()).hexdigest(), profile)
-        names: dict[str, Any] = {"BlockTable": self.table, "MultiGroupBlockTable": self.multi, "cdiv": len}
+        names: dict[str, Any] = {} if torch is None else {k: v for k, v in vars(own_home()).items() if k[:2] != "__"}
+        names |= {"BlockTable": self.table, "MultiGroupBlockTable": self.multi, "cdiv": len}
         if v1 in KERNELS:
             names[KERNELS[v1]] = lambda *args: None  # a plain function, as where Triton is off
         self.top = add_module(monkeypatch, "vllm", __version__=version, __path__=[str(folder)])
@@ -179,6 +197,10 @@ def test_on_every_name_of_vllms_classes_is_ours(
     assert tree.stranger.BlockTable is tree.table
     assert tree.runner.BlockTables is tree.v2_module.BlockTables
     assert tree.runner.BlockTables is not tree.v2
+    assert not caplog.records  # vLLM's log may not be set up by now
+    with caplog.at_level(logging.INFO, "vllm"):
+        for _ in range(2):
+            make_tables(tree, v1)
     assert [record.message.partition(":")[2] for record in caplog.records] == [
         f" profile {v1}, mode fast.",
         f" profile {v2}.",
@@ -213,6 +235,8 @@ def test_checked_classes_are_installed_and_the_log_says_so(
     for kind, check in ((tree.user.MultiGroupBlockTable, V1Check), (tree.runner.BlockTables, V2Check)):
         told = {name for name in vars(check) if not name.startswith("_")}
         assert told <= {name for base in kind.__mro__[:2] for name in vars(base)}
+    with caplog.at_level(logging.INFO, "vllm"):
+        make_tables(tree, "0.33.0")
     assert [record.message.partition(":")[2] for record in caplog.records] == [
         " profile 0.33.0, mode fast, checked on the host.",
         " profile 0.33.0, checked on the host.",
