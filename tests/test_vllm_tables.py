@@ -445,7 +445,7 @@ def test_what_is_no_one_row_is_refused_and_changes_nothing(row: Any) -> None:
     table = make()
     table.add_row(([3, 4], [5]), 0)
     before = table.__blocktable__.host_state()
-    calls = (
+    calls: tuple[Any, ...] = (
         lambda: table.append_row(([1], [1]), row),
         lambda: table.add_row(([1], [1]), row),
         lambda: table.clear_row(row),
