@@ -188,8 +188,6 @@ def _serve(scenario: Scenario, side: Side, models: Path) -> Outcome:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()  # as an engine does, and here before the tables are looked at
-    findings = _Findings()
-    logging.getLogger("vllm.blocktable.check").addHandler(findings)
     if side.runner == "V1":
         from vllm.v1.worker import gpu_input_batch
 
@@ -207,6 +205,8 @@ def _serve(scenario: Scenario, side: Side, models: Path) -> Outcome:
     assert work is not None
     options = {name: value for name, value in scenario.options.items() if value is not None}
     llm = LLM(**{**options, "model": str(models / options["model"])})
+    findings = _Findings()
+    logging.getLogger("vllm.blocktable.check").addHandler(findings)  # vLLM has set its log up by now
     tokens = work(llm)
     check = getattr(seen[-1], "__check__", None) if seen else None
     is_checked = check is not None and check.table is not None

@@ -85,11 +85,13 @@ def make(name: str, folder: Path) -> None:
     torch.manual_seed(7)
     config = CONFIG_MAPPING[kind](**{**COMMON, **options}, dtype="float32")
     model = (AutoModel if kind == "bert" else AutoModelForCausalLM).from_config(config).float()
+    # One matrix for words in and out: large, it makes every token follow itself, whatever attention says.
+    of_word = 0.05 if config.tie_word_embeddings else 0.7
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.ndim >= 2:
                 of_words = "embed" in key or "lm_head" in key
-                torch.nn.init.normal_(weight, std=0.7 if of_words else 1.4 / weight.shape[-1] ** 0.5)
+                torch.nn.init.normal_(weight, std=of_word if of_words else 1.4 / weight.shape[-1] ** 0.5)
                 if "q_proj" in key or "k_proj" in key:
                     weight.mul_(1.8)  # sharp attention: one wrong key shows
     model.save_pretrained(folder)
