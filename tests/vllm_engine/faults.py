@@ -105,11 +105,8 @@ def _second_group_as_first(tables: Any, ids: Ids) -> Ids:
 
 
 def _one_state_for_all(tables: Any, ids: Ids) -> Ids:
-    if hasattr(tables, "slot_mapping_enabled"):
-        has_slots = tables.slot_mapping_enabled.tolist()
-    else:
-        has_slots = [each._has_slots() for each in tables.block_tables]
-    return [each if slots else [1] * len(each) for each, slots in zip(ids, has_slots, strict=True)]
+    """Of a model whose first group is the recurrent state."""
+    return [[1] * len(ids[0]), *ids[1:]]
 
 
 def _shared_blocks_lost(tables: Any, ids: Ids) -> Ids:
