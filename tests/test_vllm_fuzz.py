@@ -107,7 +107,7 @@ def test_it_finds_a_broken_drop_in(monkeypatch: pytest.MonkeyPatch, name: str) -
     MUTANTS[name](monkeypatch)
     outcome = fuzz("fast", 6000)
     assert outcome.failure is not None
-    assert outcome.failure.startswith("Different: ")
+    assert outcome.failure.startswith(("Different: ", "IndexError: "))  # counts that are not found lead out of the rows
 
 
 @pytest.mark.parametrize("mode", ["fast", "strict", "v2"])

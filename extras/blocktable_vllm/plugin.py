@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +32,8 @@ logger: logging.Logger = logging.getLogger("vllm.blocktable")
 def register() -> None:
     """Install the drop-in in the vLLM of this process, if BLOCKTABLE_VLLM=1; vLLM calls this in each of its processes.
 
-    Each runner's tables that the drop-in does not know are left alone, with one sentence in vLLM's log.
+    The process that makes tables says so in vLLM's log. Each runner's tables that the drop-in does not know are left
+    alone, with one sentence there.
 
     Raises:
         ConfigError: a variable of the drop-in's own has an impossible value.
@@ -41,12 +43,9 @@ def register() -> None:
     runners: tuple[tuple[str, Callable[[], str | None]], ...] = (("V1", install), ("V2", install_v2))
     for runner, install_one in runners:
         try:
-            installed = install_one()
+            install_one()
         except UnsupportedError as error:
             logger.warning("%s vLLM keeps its own tables in the %s runner.", error, runner)
-        else:
-            if installed is not None:
-                logger.info("Block tables of the %s runner are blocktable's: %s.", runner, installed)
 
 
 def install() -> str | None:
@@ -68,7 +67,9 @@ def install() -> str | None:
     made = make_classes(settings, module, check)
     for name in CLASSES:
         _replace(getattr(module, name), getattr(made, name))
-    return f"profile {settings.profile}, mode {settings.mode}{_checked(check)}"
+    said = f"profile {settings.profile}, mode {settings.mode}{_checked(check)}"
+    _say_when_made(made.MultiGroupBlockTable, "V1", said)
+    return said
 
 
 def install_v2() -> str | None:
@@ -80,8 +81,24 @@ def install_v2() -> str | None:
         return None
     from blocktable_vllm.dropin import make_v2_class
 
-    _replace(getattr(module, V2_CLASS), make_v2_class(profile, backend, check))
-    return f"profile {profile}{_checked(check)}"
+    made, said = make_v2_class(profile, backend, check), f"profile {profile}{_checked(check)}"
+    _replace(getattr(module, V2_CLASS), made)
+    _say_when_made(made, "V2", said)
+    return said
+
+
+def _say_when_made(kind: Any, runner: str, said: str) -> None:
+    """Log what was installed with the first tables of a class: plugins are loaded before vLLM has set its log up."""
+    make = kind.__init__
+
+    @wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if kind.__init__ is init:
+            kind.__init__ = make
+            logger.info("Block tables of the %s runner are blocktable's: %s.", runner, said)
+
+    kind.__init__ = init
 
 
 def _checked(check: str) -> str:

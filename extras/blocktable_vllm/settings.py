@@ -152,7 +152,7 @@ def installed_profile(known: KnownFile) -> str:
     Raises:
         UnsupportedError: there is no vLLM, it has no such file, or the file is another one.
     """
-    folder = _vllm_folder()
+    folder = vllm_folder()
     profiles = sorted(set(known.profiles.values()))
     if folder is None:
         raise UnsupportedError(f"vLLM is not installed: name a profile, {' or '.join(profiles)}.")
@@ -168,7 +168,7 @@ def installed_profile(known: KnownFile) -> str:
     return known.profiles[digest]
 
 
-def _vllm_folder() -> Path | None:
+def vllm_folder() -> Path | None:
     """Return where the package `vllm` is, whichever distribution it comes from; None: nowhere. Imports nothing."""
     loaded = sys.modules.get("vllm")
     places = getattr(loaded, "__path__", None)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktable import RowCapacityError
+from blocktable import DtypeError, RowCapacityError
 from blocktable.backend import Writes, ranges
 from blocktable.device.staging import steady_entries
 from blocktable.host_path import compiled_changes
@@ -108,6 +108,8 @@ class TrackedState(State):
         """
         queued = self._queued_ids
         before = len(queued)
+        if type(row) is not int:  # what it is, the slow path says
+            return False
         try:
             room = self._rooms[row]
             if room < 1 or row in self._queued or row < 0:
@@ -132,7 +134,7 @@ class TrackedState(State):
             if not 0 < number <= room:
                 del queued[before:]
                 return False
-        except (IndexError, TypeError, ValueError, OverflowError):  # what it is, the slow path says
+        except (IndexError, TypeError, ValueError, OverflowError):  # the slow path says that too
             del queued[before:]
             return False
         self._queued_rows.append(row)
@@ -210,8 +212,16 @@ class TrackedState(State):
     # Row operations, one row of one group. A row is an index into the table, at least 0.
 
     def row_index(self, row: Any) -> int:
-        """Return a row as numpy's indexing takes it: negative ones count from the end. Its queued appends are done."""
-        index = int(self._indices[row])
+        """Return a row as numpy's indexing takes it: negative ones count from the end. Its queued appends are done.
+
+        Raises:
+            IndexError: numpy's own: outside the table, or no index at all.
+            DtypeError: what numpy takes for several rows; vLLM stores such things by halves.
+        """
+        found = self._indices[row]
+        if found.ndim or isinstance(row, (bool, tuple)):
+            raise DtypeError(f"A row must be one integer, got {row!r}; nothing was changed.")
+        index = int(found)
         if index in self._queued:
             self.flush()
         self._settle_counts()

@@ -63,6 +63,11 @@ DIFFERENCES = {
         "nothing is changed",
         modes=("fast",),
     ),
+    "row_no_integer": Difference(
+        "a list, a slice, True or None in place of a row means several rows, or raises after counts were changed",
+        "DtypeError, a TypeError; nothing is changed",
+        modes=("fast",),
+    ),
     "clean_tail": Difference(
         "blocks that a row no longer holds stay after its count",
         "with clean tails they are NULL",

@@ -132,8 +132,10 @@ def draw_call(chance: random.Random, look: Look) -> Call:
     return (name, target, *DRAW[name](chance, look, target))
 
 
-def _row(chance: random.Random, look: Look) -> int:
+def _row(chance: random.Random, look: Look) -> Any:
     rows = look.geometry.max_num_reqs
+    if chance.random() < 0.002:
+        return chance.choice((True, None, [0], (0,), slice(0, rows)))
     if chance.random() < 0.02:
         return chance.choice((-1, -rows, rows, -rows - 1))
     return chance.randrange(rows)

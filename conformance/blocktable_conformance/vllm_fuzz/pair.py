@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktable import PAD_SLOT_ID, ConfigError, RowCapacityError
+from blocktable import PAD_SLOT_ID, ConfigError, DtypeError, RowCapacityError
 from blocktable_conformance.vllm_fuzz.histories import MULTI, Call, Geometry, Look
 from blocktable_vllm import drop_in, home
 
@@ -160,7 +160,9 @@ class Pair:
 
     def _explain_refusal(self, name: str, their_error: Any, our_error: Any, before: list[Any]) -> None:
         """Ours raised and must have changed nothing; take back what vLLM did."""
-        if their_error is None:
+        if isinstance(our_error, DtypeError):
+            self.met["row_no_integer"] += 1
+        elif their_error is None:
             if not isinstance(our_error, RowCapacityError):
                 raise Different(f"vLLM raises nothing; ours: {our_error!r}")
             self._require_lost_ids(before)
@@ -191,17 +193,17 @@ class Pair:
     def _their_rows(self) -> list[tuple[Any, Any]]:
         return [(table.block_table.np.copy(), table.num_blocks_per_row.copy()) for table in self.their_tables]
 
-    def _do_append_row(self, target: int, ids: Any, row: int) -> None:
+    def _do_append_row(self, target: int, ids: Any, row: Any) -> None:
         self._ids_on_both("append_row", target, ids, row)
 
     def _do_decode(self, target: int, rows: list[int], ids: list[Any]) -> None:
         for row, each in zip(rows, ids, strict=True):
             self._ids_on_both("append_row", target, each if target == MULTI else each[0], row)
 
-    def _do_add_row(self, target: int, ids: Any, row: int) -> None:
+    def _do_add_row(self, target: int, ids: Any, row: Any) -> None:
         self._ids_on_both("add_row", target, ids, row)
 
-    def _ids_on_both(self, name: str, target: int, ids: Any, row: int) -> None:
+    def _ids_on_both(self, name: str, target: int, ids: Any, row: Any) -> None:
         """As `_on_both`, with ids of their own for each side: a generator is used up."""
         theirs, ours = self._side(target)
         before = self._their_rows()
