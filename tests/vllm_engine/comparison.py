@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -100,7 +101,7 @@ def verdict(run: Run, own: Outcome, found: Outcome) -> str | None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(prog="python tests/vllm_engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tox -e vllm-engine --", description=__doc__)
     add = parser.add_argument
     add("--full", action="store_true", help=f"every one of {len(SCENARIOS)} scenarios, not the chosen ones alone")
     add("--only", action="append", metavar="NAME", choices=SCENARIOS, help="this scenario (may be repeated)")
@@ -153,3 +154,7 @@ def _say(run: Run, own: Outcome, found: Outcome) -> bool:
     what = f"{run.side.runner} {run.name:16} {run.what:8} {len(found.trace):4} calls {found.seconds:5.1f} s"
     print(f"{what}  {wrong or 'right'}", flush=True)
     return wrong is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
