@@ -618,7 +618,7 @@ def test_a_kernel_writes_to_the_host_only_where_memory_is_mapped(staged: str, mo
 
 def test_changes_by_value_are_refused_where_no_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKTABLE_STAGING", "params")
-    with pytest.raises(bt.ArgumentError, match="'fake' has not"):
+    with pytest.raises(bt.ArgumentError, match="'fake' does not have"):
         make()
     make(PLAIN, (16,))
 

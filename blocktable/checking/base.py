@@ -58,6 +58,10 @@ class BaseChecker:
         self.holders.attach(rows, self.lives)
         return cast(HostPath, CheckedRows(rows, cast(RowWatcher, self)))
 
+    def count_commit(self) -> None:
+        """Count a commit, or a step."""
+        self.num_commits += 1
+
     def hand_in(self, group: int, ids: IntArray) -> bool:
         """As `RowWatcher.hand_in`."""
         return self.holders.pools[group].hand_in(ids)

@@ -223,7 +223,7 @@ class DeviceChecker(BaseChecker):
             self._rows.journal.mark(entries, np.ones_like(entries))
 
     def before_commit(self, stream: int | None) -> None:
-        self.num_commits += 1
+        self.count_commit()
         self._is_told = self._has_rows
         self._tell()
 
@@ -247,7 +247,7 @@ class DeviceChecker(BaseChecker):
         if type(batch.query_start_loc) is np.ndarray:
             self.before_slots(batch, num_tokens_padded, None, stream)
         self._tell()
-        self.num_commits += 1
+        self.count_commit()
 
     def before_export(
         self,

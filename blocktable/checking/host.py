@@ -79,7 +79,7 @@ class HostChecker(BaseChecker):
 
     def before_commit(self, stream: int | None) -> None:
         self._settle()
-        self.num_commits += 1
+        self.count_commit()
 
     def before_gather(self, batch: Batch, out: StepBuffers, stream: int | None) -> None:
         if self._is_used:
@@ -96,7 +96,7 @@ class HostChecker(BaseChecker):
 
     def before_step(self, batch: Batch, num_tokens_padded: int | None, out: StepBuffers, stream: int | None) -> None:
         if not self._is_used:
-            self.num_commits += 1
+            self.count_commit()
             return
         self._refuse_capture(stream)
         self._settle()
@@ -113,7 +113,7 @@ class HostChecker(BaseChecker):
                 self.lives.committed[:], self._has_new_lives = before, True
             raise
         self._note_batch(batch, out)
-        self.num_commits += 1
+        self.count_commit()
 
     def before_export(
         self,

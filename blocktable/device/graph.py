@@ -101,7 +101,7 @@ class _Node:
         from cuda.bindings import driver
 
         # Those that the compiler has added stay 0.
-        self.arguments = KernelArguments(signature_of(kernel.name).layout, num_extra=kernel.num_extra)
+        self.arguments: KernelArguments = KernelArguments(signature_of(kernel.name).layout, num_extra=kernel.num_extra)
         self._kernel = kernel  # whoever loaded it unloads what is not held
         self.grid: Grid = (1, 1)
         self.launch: Launch | None = None  # the last one that it was set to
