@@ -181,8 +181,11 @@ class InterpreterDriver(EmulatedDriver):
 
 
 def interpreted(value: int, kind: str) -> Any:
-    """Return an argument as the interpreter takes it: a number, or a tensor of one entry at an address."""
+    """Return an argument as the interpreter takes it: a number, or a tensor of 8 bytes at an address.
+
+    Of arrays at one address, as empty ones may be, the interpreter takes the first one's memory for all: it is as long.
+    """
     if not kind.startswith("*"):
         return value
-    entry = (ctypes.c_int32 if kind == "*i32" else ctypes.c_int64).from_address(value)
-    return torch.from_numpy(np.ctypeslib.as_array(entry).reshape(1))
+    memory = (ctypes.c_uint8 * 8).from_address(value)
+    return torch.from_numpy(np.frombuffer(memory, np.int32 if kind == "*i32" else np.int64))
