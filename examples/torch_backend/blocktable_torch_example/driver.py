@@ -187,5 +187,5 @@ def interpreted(value: int, kind: str) -> Any:
     """
     if not kind.startswith("*"):
         return value
-    memory = (ctypes.c_uint8 * 8).from_address(value)
+    memory: Any = (ctypes.c_uint8 * 8).from_address(value)
     return torch.from_numpy(np.frombuffer(memory, np.int32 if kind == "*i32" else np.int64))
