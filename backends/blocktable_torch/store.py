@@ -103,9 +103,8 @@ class TorchStore:
             rows = self.rows_of(batch, batch.num_reqs)
             for index, (group, whole) in enumerate(zip(self.config.groups, out.block_tables, strict=True)):
                 # A replay meets rows that are longer by then.
-                width = (
-                    whole.shape[1] if self.memory.is_capturing_now else min(whole.shape[1], int(self.longest[index]))
-                )
+                width = whole.shape[1]
+                width = width if self.memory.is_capturing_now else min(width, int(self.longest[index]))
                 block_table, column = whole[:, :width], self.arange(width)
                 is_used = column < self.columns_of(index, rows)[:, None]
                 if group.cut_window is not None and batch.num_computed_tokens is not None:

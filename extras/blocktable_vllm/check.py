@@ -275,6 +275,7 @@ def checked(kind: Any, check_type: type[Check], mode: str) -> Any:
         mode: "host" or "device".
     """
 
+    @wraps(kind.__init__)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
         self.__check__ = check_type(self, mode)
