@@ -158,9 +158,8 @@ class TorchStore:
             local = position % (columns * tokens).clamp(min=1)
             if last is not None:
                 is_valid = is_valid & (last.clamp(min=0) - position < columns * tokens)
-        column = local // tokens
-        is_valid = is_valid & (column < columns)
-        entry = self.entries(index, rows, column, is_valid)
+        is_valid = is_valid & (local // tokens < columns)
+        entry = self.entries(index, rows, local // tokens, is_valid)
         if group.null_is_pad or group.null_block_id < 0:
             is_valid = is_valid & ~is_missing(entry, group)
         return torch.where(is_valid, entry * tokens + local % tokens, pad)
