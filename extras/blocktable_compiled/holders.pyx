@@ -11,20 +11,9 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libcpp.vector cimport vector
 
-from blocktable_compiled.journal cimport CompiledJournal, Range
+from blocktable_compiled.journal cimport CompiledJournal, Range, blocktable_prefetch
 
 cnp.import_array()
-
-
-cdef extern from *:
-    """
-    #if defined(__GNUC__)
-    #define blocktable_prefetch_write(address) __builtin_prefetch(address, 1)
-    #else
-    #define blocktable_prefetch_write(address) ((void)(address))
-    #endif
-    """
-    void blocktable_prefetch_write(const void* address) noexcept nogil
 
 cdef enum:
     # What the next ones need is loaded so many ahead: blocks and rows lie anywhere.
@@ -130,7 +119,7 @@ cdef class CompiledHolders:
         self.changes.clear()
         for i in range(self.journal.ranges.size()):
             if i + AHEAD < self.journal.ranges.size() and ranges[i + AHEAD].offset < self.arena.shape[0]:
-                blocktable_prefetch_write(&self.arena[ranges[i + AHEAD].offset])
+                blocktable_prefetch(&self.arena[ranges[i + AHEAD].offset])
             end = min(ranges[i].offset + ranges[i].length, <int64_t>self.arena.shape[0])
             for entry in range(ranges[i].offset, end):
                 if self.arena[entry] != self.mirror[entry]:
@@ -157,7 +146,7 @@ cdef class CompiledHolders:
             group = &self.groups[g]
             if i + AHEAD < self.changes.size() and group.expansion == 1:  # of another group it is asked for in vain
                 ahead = &self.changes[i + AHEAD]
-                blocktable_prefetch_write(group.blocks + (ahead.new if ahead.old == group.null_id else ahead.old))
+                blocktable_prefetch(group.blocks + (ahead.new if ahead.old == group.null_id else ahead.old))
             place = entry - group.start
             if place <= MAX_INT32:  # much faster
                 row = <uint32_t>place // <uint32_t>group.width
@@ -244,7 +233,7 @@ cdef class CompiledHolders:
             if group.is_distinct:
                 for i in range(start, end):
                     if i + AHEAD < end:
-                        blocktable_prefetch_write(group.blocks + ids[i + AHEAD])
+                        blocktable_prefetch(group.blocks + ids[i + AHEAD])
                     if ids[i] != group.null_id:
                         block = group.blocks + ids[i]
                         if block.counts or block.handed > last:

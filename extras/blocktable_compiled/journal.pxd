@@ -2,6 +2,16 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libcpp.vector cimport vector
 
+cdef extern from *:
+    """
+    #if defined(__GNUC__)
+    #define blocktable_prefetch(address) __builtin_prefetch(address, 1)
+    #else
+    #define blocktable_prefetch(address) ((void)(address))
+    #endif
+    """
+    void blocktable_prefetch(const void* address) noexcept nogil
+
 cdef struct Range:
     int64_t offset
     int64_t length

@@ -19,19 +19,9 @@ from libcpp.vector cimport vector
 
 from blocktable_compiled.arguments cimport Arguments, Group
 from blocktable_compiled.holders cimport CompiledHolders, Given
-from blocktable_compiled.journal cimport Cell, CompiledJournal, Late, Range
+from blocktable_compiled.journal cimport Cell, CompiledJournal, Late, Range, blocktable_prefetch
 
 cnp.import_array()
-
-cdef extern from *:
-    """
-    #if defined(__GNUC__)
-    #define blocktable_prefetch(address) __builtin_prefetch(address, 1)
-    #else
-    #define blocktable_prefetch(address) ((void)(address))
-    #endif
-    """
-    void blocktable_prefetch(const void* address) noexcept nogil
 
 cdef enum:
     CHANGES_HEADER = 5
